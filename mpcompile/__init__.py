@@ -1,0 +1,50 @@
+"""mpcompile: ``torch.compile(model, backend="mixprec")`` trains an fp32 model in mixed precision.
+
+The backend needs no import: torch finds it by its entry point. This package is for looking at what was decided.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpcompile.inspection.explain import explain
+    from mpcompile.inspection.registry import reports
+    from mpcompile.inspection.report import Report
+    from mpcompile.notices import MixprecError, MixprecWarning
+    from mpcompile.passes.op_classes import register_op
+    from mpcompile.passes.policy import Policy
+
+try:
+    __version__ = version("mpcompile")
+except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+unknown"
+
+_HOME = {
+    "explain": "mpcompile.inspection.explain",
+    "reports": "mpcompile.inspection.registry",
+    "Report": "mpcompile.inspection.report",
+    "MixprecError": "mpcompile.notices",
+    "MixprecWarning": "mpcompile.notices",
+    "register_op": "mpcompile.passes.op_classes",
+    "Policy": "mpcompile.passes.policy",
+}
+
+__all__ = [
+    "MixprecError",
+    "MixprecWarning",
+    "Policy",
+    "Report",
+    "__version__",
+    "explain",
+    "register_op",
+    "reports",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Importing torch's compiler takes seconds; ``import mpcompile`` does not.
+    if name in _HOME:
+        from importlib import import_module
+
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'mpcompile' has no attribute {name!r}")

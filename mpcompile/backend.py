@@ -1,0 +1,103 @@
+"""Where a graph enters: the backend behind ``torch.compile(model, backend="mixprec")``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpcompile import checks
+from mpcompile.ambient import Autocast
+from mpcompile.compiler import (
+    JointPass,
+    compile_with_aot_eager,
+    compile_with_inductor,
+    compile_with_reference,
+)
+from mpcompile.device import automatic_dtype
+from mpcompile.inspection.registry import Compilation, remember
+from mpcompile.inspection.report import Recorder
+from mpcompile.options import Options
+from mpcompile.passes.intent import read_intent, where_marked
+from mpcompile.passes.kernels import lower_kernels
+from mpcompile.passes.policy import Policy
+from mpcompile.runtime.fp32_matmul import fp32_matmul_precision, with_fp32_matmul
+from mpcompile.torch_compat import find_site, fork, parameters_of
+
+
+def mixprec(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one of Dynamo's graphs in mixed precision; torch calls this, through the entry point ``mixprec``.
+
+    ``mode`` means what it means for Inductor; ``options`` are those of ``mpcompile.options.Options``. Raises
+    ``ValueError`` for options that are unknown or contradict each other and rules that match nothing.
+    """
+    settings = Options.parse(options)
+    site = find_site()
+    policy = settings.resolve_policy(automatic_dtype(_device(example_inputs)))
+    checks.before_compiling(gm, settings, policy, site)
+
+    graph = fork(gm)
+    parameters = parameters_of(graph, site.scope.prefix)
+    intent = read_intent(graph, policy, site.scope, parameters)
+    autocast = Autocast.around(graph)
+    kernels = lower_kernels(graph, policy)
+
+    in_aten = policy.only_op_rules()  # module and parameter rules are marks on the nodes by now
+    recorder = Recorder(in_aten, site.scope.prefix, (intent, kernels))
+    key = (*settings.key(), *where_marked(graph))
+    joint = JointPass(in_aten, recorder, key, _by_position(graph, parameters))
+    compilation = Compilation(recorder, joint.uuid(), graph)
+    with autocast.tracing(), fp32_matmul_precision(settings.fp32_matmul):
+        compiled = _compile(graph, example_inputs, joint, settings, mode)
+    remember(site, compilation)
+    checks.after_compiling(recorder, settings)
+    return with_fp32_matmul(autocast.wrap(compiled), settings.fp32_matmul)
+
+
+def _device(example_inputs: Sequence[Any]) -> torch.device:
+    devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
+    accelerators = [device for device in devices if device.type != "cpu"]
+    return (accelerators or devices or [torch.device("cpu")])[0]
+
+
+def _by_position(graph: fx.GraphModule, parameters: dict[str, str]) -> dict[int, str]:
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    return {
+        index: parameters[node.name]
+        for index, node in enumerate(placeholders)
+        if node.name in parameters
+    }
+
+
+def _compile(
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    joint: JointPass,
+    settings: Options,
+    mode: str | None,
+) -> Callable[..., Any]:
+    try:
+        if settings.compiler == "inductor":
+            return compile_with_inductor(graph, example_inputs, joint, _inductor(settings, mode))
+        if mode is not None:
+            raise ValueError(f"mode={mode!r} is for compiler='inductor' only.")
+        if settings.compiler == "aot_eager":
+            return compile_with_aot_eager(graph, example_inputs, joint)
+        return compile_with_reference(graph, example_inputs, joint)
+    except checks.FALLS_BACK_TO_EAGER as error:
+        checks.outside(error, graph, settings)
+        raise
+
+
+def _inductor(settings: Options, mode: str | None) -> dict[str, Any]:
+    strict = {"emulate_precision_casts": True} if settings.numerics == "strict" else {}
+    modes = torch._inductor.list_mode_options(mode) if mode is not None else {}
+    return {**strict, **modes, **settings.inductor}

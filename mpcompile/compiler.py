@@ -1,0 +1,166 @@
+"""Hand a prepared Dynamo graph to AOTAutograd with the precision passes in its pipeline.
+
+Three ways on: Inductor, AOTAutograd without code generation, and node by node. All run ``JointPass`` on the joint
+graph, before partitioning. Besides ``torch_compat`` the only module that calls private torch functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor.lowering  # the decomposition table needs it loaded (max_pool2d)
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import (
+    default_partition,
+    min_cut_rematerialization_partition,
+)
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+
+from mpcompile.inspection.report import Recorder, snapshot
+from mpcompile.passes import Policy, run_passes
+from mpcompile.passes.graph import DECOMPOSED, PARAMETER, subgraphs
+from mpcompile.passes.op_classes import registered_ops
+from mpcompile.torch_compat import input_index
+
+Compiled = Callable[..., Any]
+
+
+class JointPass(CustomGraphPass):
+    """The precision passes, as the custom pass that Inductor runs on every joint graph of one Dynamo graph."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        recorder: Recorder,
+        key: tuple[str, ...],
+        parameters: Mapping[int, str],
+    ) -> None:
+        self._policy = policy
+        self._recorder = recorder
+        self._key = key
+        self._parameters = parameters
+
+    def __call__(self, graph: fx.Graph) -> None:
+        gm = graph.owning_module
+        assert gm is not None
+        _mark_decomposed(gm)
+        self._name_parameters(graph)
+        before = snapshot(gm)
+        self._recorder.add(before, gm, run_passes(gm, self._policy))
+
+    def uuid(self) -> tuple[Any, ...]:
+        """The cache key: node metadata is in no cache key of torch, so the resolved decisions must be in this one."""
+        return (
+            "mpcompile",
+            _source_hash(),
+            repr(self._policy),
+            registered_ops(),
+            *self._key,
+            *map(str, sorted(self._parameters.items())),
+            *_reduced_precision_flags(),
+        )
+
+    def _name_parameters(self, graph: fx.Graph) -> None:
+        for node in graph.find_nodes(op="placeholder"):
+            name = self._parameters.get(input_index(node))  # type: ignore[arg-type]
+            if name is not None:
+                node.meta[PARAMETER] = name
+
+
+def _mark_decomposed(gm: fx.GraphModule) -> None:
+    gm.meta[DECOMPOSED] = True
+    for _, child in subgraphs(gm):
+        _mark_decomposed(child)
+
+
+@functools.cache
+def _source_hash() -> str:
+    """Hash of the package's source, so that an edited pass never meets code compiled by an older one."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _reduced_precision_flags() -> tuple[str, ...]:
+    """The process's settings that change what a matmul accumulates in."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        f"bf16_reduction={matmul.allow_bf16_reduced_precision_reduction}",
+        f"fp16_reduction={matmul.allow_fp16_reduced_precision_reduction}",
+        f"fp16_accumulation={matmul.allow_fp16_accumulation}",
+        f"fp32={torch.get_float32_matmul_precision()}",
+    )
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], joint: JointPass, settings: Mapping[str, Any]
+) -> Compiled:
+    """Compile through Inductor; ``settings`` are Inductor's own configuration."""
+    patches = dict(settings)
+    if "joint_custom_pre_pass" in patches:
+        raise ValueError(
+            "Inductor's joint_custom_pre_pass is where mixprec runs; use joint_custom_post_pass for a pass of your own."
+        )
+    patches["joint_custom_pre_pass"] = joint
+    compiled: Compiled = compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[assignment]
+    return compiled
+
+
+def compile_with_aot_eager(
+    gm: fx.GraphModule, inputs: Sequence[Any], joint: JointPass
+) -> Compiled:
+    """Run the same passes and the same partitioner, and execute the two graphs without code generation."""
+    partition = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
+    return _compile_with_aot(gm, inputs, joint, partition, lambda graph, _: graph.forward)
+
+
+def compile_with_reference(
+    gm: fx.GraphModule, inputs: Sequence[Any], joint: JointPass
+) -> Compiled:
+    """Execute the rewritten graph node by node: nothing is recomputed, every cast rounds."""
+    return _compile_with_aot(
+        gm, inputs, joint, default_partition, lambda graph, _: fx.Interpreter(graph).run
+    )
+
+
+def _compile_with_aot(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    joint: JointPass,
+    partition: Callable[..., Any],
+    execute: Callable[[fx.GraphModule, Any], Compiled],
+) -> Compiled:
+    def rewrite_and_partition(graph: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        joint(graph.graph)
+        graph.recompile()
+        return partition(graph, joint_inputs, **kwargs)
+
+    def infer(graph: fx.GraphModule, example_inputs: Any) -> Any:
+        joint(graph.graph)
+        graph.recompile()
+        return make_boxed_func(execute(graph, example_inputs))
+
+    def run(graph: fx.GraphModule, example_inputs: Any) -> Any:
+        return make_boxed_func(execute(graph, example_inputs))
+
+    compiled: Compiled = aot_autograd(
+        fw_compiler=run,
+        bw_compiler=run,
+        inference_compiler=infer,
+        partition_fn=rewrite_and_partition,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )(gm, list(inputs))
+    return compiled
+
+

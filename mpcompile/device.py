@@ -1,0 +1,28 @@
+"""What a device computes natively, and what ``dtype="auto"`` means on it."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+
+def has_native_bf16(device: torch.device) -> bool:
+    """Whether matmuls in bf16 have hardware on ``device`` (elsewhere they are emulated, and slow)."""
+    if device.type == "cuda":
+        if torch.version.hip:
+            return True
+        return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere
+    if device.type == "cpu":
+        if platform.machine() in ("aarch64", "arm64"):
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        # oneDNN also "supports" bf16 on AVX512 without the instructions, at less than fp32 speed.
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return device.type in ("xpu", "mps", "hpu")
+
+
+def automatic_dtype(device: torch.device) -> torch.dtype:
+    """bf16 where it is native, else fp16 on CUDA, else fp32 (nothing to gain)."""
+    if has_native_bf16(device):
+        return torch.bfloat16
+    return torch.float16 if device.type == "cuda" else torch.float32

@@ -1,0 +1,1 @@
+"""What a user can see: reports of compiled graphs, and ``explain``."""

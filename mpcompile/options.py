@@ -1,0 +1,116 @@
+"""``torch.compile``'s ``options`` dict as one frozen, checked value."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from mpcompile.passes.policy import Policy
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "dtype": ("auto", *_DTYPES),
+    "loss_scale": ("auto", None, "external"),
+    "fp32_matmul": ("inherit", "ieee", "tf32"),
+    "numerics": ("fast", "strict"),
+    "strict": (False, True),
+    "compiler": ("inductor", "aot_eager", "reference"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Everything a user can set; strings, so that they pickle and travel through trainers."""
+
+    dtype: str = "auto"
+    """``"bf16"``, ``"fp16"``, or ``"auto"``: bf16 where the device computes it natively, else fp16 on CUDA, else fp32."""
+    policy: str | Policy = "default"
+    """``"default"``, ``"fp32"`` (change nothing), or a ``mpcompile.passes.Policy``."""
+    fp32: tuple[str, ...] = ()
+    """Rules for what stays in fp32: ``"layers.*.norm"``, ``"op:softmax"``, ``"param:*.bias"``."""
+    low: tuple[str, ...] = ()
+    """Rules for what computes low whatever its class; an ``fp32`` rule wins."""
+    loss_scale: str | None = "auto"
+    """For fp16: ``"external"``, the training loop scales the loss itself with ``torch.amp.GradScaler``; ``None``, no
+    scaling; ``"auto"`` refuses to train in fp16 unscaled."""
+    fp32_matmul: str = "inherit"
+    """What an fp32 matmul means: the process's setting, ``"ieee"``, or ``"tf32"``."""
+    numerics: str = "fast"
+    """``"fast"``: a kernel may keep more precision inside; ``"strict"``: every cast rounds."""
+    strict: bool = False
+    """Raise where the default warns."""
+    compiler: str = "inductor"
+    """``"inductor"``; ``"aot_eager"`` (no code generation); ``"reference"`` (node by node, no recomputation)."""
+    inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of ``torch._inductor.config`` for this model."""
+
+    def __post_init__(self) -> None:
+        for name, accepted in _ACCEPTED.items():
+            _require_accepted(name, getattr(self, name), accepted)
+        if not isinstance(self.policy, Policy):
+            _require_accepted("policy", self.policy, ("default", "fp32", "a mpcompile.passes.Policy"))
+        self._refuse_contradictions()
+        Policy(fp32=self.fp32, low=self.low)  # raises for a rule that is no rule
+
+    def _refuse_contradictions(self) -> None:
+        if isinstance(self.policy, Policy) and (self.dtype != "auto" or self.fp32 or self.low):
+            raise ValueError(
+                "A Policy holds its own dtype and rules; give either options `dtype`, `fp32` and `low` or a Policy."
+            )
+        if self.policy == "fp32" and (self.dtype != "auto" or self.low):
+            raise ValueError("policy='fp32' changes nothing; it contradicts options `dtype` and `low`.")
+        if self.loss_scale == "external" and self.dtype == "bf16":
+            raise ValueError("loss_scale='external' is for dtype='fp16'; bf16 needs no loss scale.")
+        if self.inductor and self.compiler != "inductor":
+            raise ValueError(
+                f"Option `inductor` needs compiler='inductor', got compiler={self.compiler!r}."
+            )
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None) -> Options:
+        """Check ``torch.compile(options=...)``; raises ``ValueError`` naming the bad key or value and the accepted ones."""
+        given = dict(given or {})
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in given:
+            if key not in names:
+                near = difflib.get_close_matches(str(key), names, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"Unknown option {key!r} for backend 'mixprec'.{hint} Accepted: {', '.join(names)}."
+                )
+        for key in ("fp32", "low"):
+            given[key] = _rules(key, given.get(key, ()))
+        if not isinstance(given.get("inductor", {}), Mapping):
+            raise TypeError(f"Option `inductor` must be a dict, got {given['inductor']!r}.")
+        given["inductor"] = MappingProxyType(dict(given.get("inductor", {})))
+        return cls(**given)
+
+    def resolve_policy(self, automatic: torch.dtype) -> Policy:
+        """The policy for a device whose automatic dtype is ``automatic``."""
+        if isinstance(self.policy, Policy):
+            return self.policy
+        if self.policy == "fp32":
+            return Policy(dtype=torch.float32)
+        return Policy(dtype=_DTYPES.get(self.dtype, automatic), fp32=self.fp32, low=self.low)
+
+    def key(self) -> tuple[str, ...]:
+        """The options that change generated code, for the compile cache key."""
+        return (self.fp32_matmul, self.numerics, self.compiler, str(self.loss_scale))
+
+
+def _rules(key: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(isinstance(rule, str) for rule in value):
+        raise TypeError(f"Option `{key}` must be a list of strings, got {value!r}.")
+    return tuple(value)
+
+
+def _require_accepted(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
+    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in accepted):
+        choices = ", ".join(map(repr, accepted))
+        raise ValueError(f"Option `{name}` must be one of {choices}; got {value!r}.")

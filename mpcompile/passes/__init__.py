@@ -1,0 +1,33 @@
+"""The precision passes: they rewrite any functional ATen graph and know nothing of who made it.
+
+Read in this order: ``policy`` (what decides), ``op_classes`` (the table), ``compute_plan`` (the decisions),
+``casts`` and ``sharing`` (the edits), ``pipeline`` (their order). ``intent`` and ``kernels`` work earlier, on
+Dynamo's graph.
+"""
+
+from mpcompile.passes.casts import fold_casts, insert_casts
+from mpcompile.passes.compute_plan import Decision, plan_compute
+from mpcompile.passes.op_classes import OpClass, classify, register_op
+from mpcompile.passes.pipeline import PASSES, run_passes
+from mpcompile.passes.policy import Policy
+from mpcompile.passes.result import Change, PassError, PassResult
+from mpcompile.passes.sharing import share_low_copies
+from mpcompile.passes.verifier import verify
+
+__all__ = [
+    "PASSES",
+    "Change",
+    "Decision",
+    "OpClass",
+    "PassError",
+    "PassResult",
+    "Policy",
+    "classify",
+    "fold_casts",
+    "insert_casts",
+    "plan_compute",
+    "register_op",
+    "run_passes",
+    "share_low_copies",
+    "verify",
+]

@@ -1,0 +1,243 @@
+"""Read what the user asked for off the graph before autograd, while it can still be seen.
+
+Fp32 islands, explicit ``.float()`` requests, module paths and the origin of position tables vanish when autograd
+traces and decomposition runs. This pass writes each decision as one string into ``node.meta["custom"]``, which
+autograd copies to every ATen node, forward and backward, that comes from the marked one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from mpcompile.passes.graph import MARK, module_path, subgraphs
+from mpcompile.passes.policy import Policy
+from mpcompile.passes.result import Change, PassResult
+from mpcompile.passes.rules import Rule, op_names, require_match
+
+MATMULS = frozenset(
+    """matmul mm bmm addmm baddbmm addbmm mv addmv linear einsum bilinear tensordot inner chain_matmul conv1d conv2d conv3d
+conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention flex_attention grouped_mm _grouped_mm
+multi_head_attention_forward __matmul__ __rmatmul__""".split()
+)
+"""Torch-level calls that become LOW operators."""
+
+_VIEWS = frozenset(
+    """view reshape transpose permute t unsqueeze squeeze expand expand_as contiguous flatten unflatten swapaxes movedim
+__getitem__ getitem getattr chunk split mT""".split()
+)
+
+_BIASES = {"linear": 2, "bilinear": 3, "addmm": 0, "baddbmm": 0, "addbmm": 0, "addmv": 0} | {
+    f"conv{kind}{dims}d": 2 for kind in ("", "_transpose") for dims in (1, 2, 3)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where the graph's code stands in the compiled model; a graph after a graph break may be a part of it."""
+
+    prefix: str = ""
+    """Path of the graph's outermost module inside the compiled model."""
+    modules: frozenset[str] = frozenset()
+    """Every module path of the compiled model; empty where what was compiled is a plain function."""
+    parameters: frozenset[str] = frozenset()
+    """Every parameter name of the compiled model."""
+
+    def path(self, node: fx.Node) -> str:
+        """Path of the module a node belongs to, from the compiled model's root."""
+        return ".".join(filter(None, (self.prefix, module_path(node))))
+
+
+def read_intent(
+    gm: fx.GraphModule, policy: Policy, scope: Scope, parameters: dict[str, str]
+) -> PassResult:
+    """Mark every operation of a torch-level graph whose precision the user, or its inputs, decide.
+
+    ``parameters`` maps placeholders to parameter names. The first that applies: an ``autocast(enabled=False)``
+    region; a matmul all of whose matrix operands were explicitly asked for in fp32; an ``fp32`` rule; a ``low``
+    rule; a matmul with no operand that depends on a parameter or needs a gradient.
+
+    Raises ``ValueError`` for a rule that matches nothing, naming the nearest names.
+    """
+    _require_matches(gm, policy, scope, parameters)
+    return PassResult("read_intent", tuple(_mark(gm, policy, scope, parameters)))
+
+
+def _mark(
+    gm: fx.GraphModule, policy: Policy, scope: Scope, parameters: dict[str, str]
+) -> Iterator[Change]:
+    for _, child in subgraphs(gm):
+        yield from _mark(child, policy, scope, {})
+    learned = _learned(gm)
+    islands = _fp32_islands(gm)
+    for node in gm.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        mark = (
+            _requested(node, islands)
+            or _ruled(node, policy, scope, parameters)
+            or _fixed(node, learned)
+        )
+        if mark is not None:
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: mark}
+            precision, _, reason = mark.split("|", 2)
+            yield Change(node.name, call_name(node), "", precision, reason)
+
+
+def call_name(node: fx.Node) -> str:
+    """Name of the function or method a torch-level node calls."""
+    if node.op == "call_method":
+        return str(node.target)
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def is_marked_fp32(node: fx.Node) -> bool:
+    """Whether a node must compute in fp32, by a mark this pass wrote."""
+    return str((node.meta.get("custom") or {}).get(MARK, "")).startswith("fp32|")
+
+
+def _requested(node: fx.Node, islands: set[fx.Node]) -> str | None:
+    if node in islands:
+        return "fp32|user|inside autocast(enabled=False)"
+    if call_name(node) in MATMULS:
+        operands = list(_matrix_operands(node))
+        if operands and all(_asked_for_fp32(operand) for operand in operands):
+            return "fp32|user|every operand was explicitly asked for in float32"
+    return None
+
+
+def _ruled(
+    node: fx.Node, policy: Policy, scope: Scope, parameters: dict[str, str]
+) -> str | None:
+    for precision in ("fp32", "low"):
+        for rule in policy.rules(precision):
+            if any(rule.matches(name) for name in _names(rule, node, scope, parameters)):
+                return f"{precision}|{precision} rule|rule {str(rule)!r}"
+    return None
+
+
+def _names(
+    rule: Rule, node: fx.Node, scope: Scope, parameters: dict[str, str]
+) -> Iterable[str]:
+    if rule.kind == "module":
+        return (scope.path(node),)
+    if rule.kind == "op":
+        return op_names(call_name(node))
+    return (parameters.get(source.name, "") for source in node.all_input_nodes)
+
+
+def _fixed(node: fx.Node, learned: set[fx.Node]) -> str | None:
+    if call_name(node) in MATMULS and not any(source in learned for source in node.all_input_nodes):
+        return "fp32|shape|no operand depends on a parameter or needs a gradient"
+    return None
+
+
+def _learned(gm: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that depend on a parameter or on something that needs a gradient."""
+    learned: set[fx.Node] = set()
+    # In the body of a higher-order op the inputs do not say what they are: they count as learned.
+    is_body = not any("grapharg" in node.meta for node in gm.graph.find_nodes(op="placeholder"))
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and (is_body or _is_learnable(node.meta.get("example_value"))):
+            learned.add(node)
+        elif node.op == "get_attr" and not isinstance(_attribute(gm, node), fx.GraphModule):
+            learned.add(node)
+        elif "wrap_for_grad" in call_name(node) or "create_differentiable" in call_name(node):
+            learned.add(node)
+        elif any(source in learned for source in node.all_input_nodes):
+            learned.add(node)
+    return learned
+
+
+def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    return getattr(gm, str(node.target), None)
+
+
+def _is_learnable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (
+        isinstance(value, torch.nn.Parameter) or value.requires_grad
+    )
+
+
+def _fp32_islands(gm: fx.GraphModule) -> set[fx.Node]:
+    """Nodes between entering and leaving ``autocast(enabled=False)`` of their own device."""
+    islands: set[fx.Node] = set()
+    open_regions: list[tuple[fx.Node, str, bool]] = []
+    for node in gm.graph.nodes:
+        if call_name(node) == "_enter_autocast":
+            device, _, enabled = (*node.args, None, True)[:3]
+            open_regions.append((node, str(device), bool(enabled)))
+        elif call_name(node) == "_exit_autocast":
+            open_regions = [region for region in open_regions if region[0] is not node.args[0]]
+        elif open_regions:
+            own = [enabled for _, device, enabled in open_regions if device in _devices(node)]
+            if own and not own[-1]:
+                islands.add(node)
+    return islands
+
+
+def _devices(node: fx.Node) -> set[str]:
+    values = tree_leaves(node.meta.get("example_value"))
+    return {value.device.type for value in values if isinstance(value, torch.Tensor)}
+
+
+def _matrix_operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The floating-point operands of a matmul, biases apart."""
+    bias = _BIASES.get(call_name(node))
+    for index, arg in enumerate(node.args):
+        if index == bias:
+            continue
+        yield from (leaf for leaf in tree_leaves(arg) if _is_floating(leaf))
+    for name, arg in node.kwargs.items():
+        if name not in ("bias", "attn_mask") and _is_floating(arg):
+            assert isinstance(arg, fx.Node)
+            yield arg
+
+
+def _is_floating(arg: Any) -> bool:
+    value = arg.meta.get("example_value") if isinstance(arg, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _asked_for_fp32(node: fx.Node) -> bool:
+    """Whether a value is an explicit ``.float()`` or ``.to(torch.float32)``, seen through views."""
+    while call_name(node) in _VIEWS and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    name = call_name(node)
+    if name == "float":
+        return True
+    given = (*node.args[1:], *node.kwargs.values())
+    return name in ("to", "type", "_to_copy") and torch.float32 in given
+
+
+def _require_matches(
+    gm: fx.GraphModule, policy: Policy, scope: Scope, parameters: dict[str, str]
+) -> None:
+    here = {scope.path(node) for node in gm.graph.nodes}
+    ancestors = {path.rsplit(".", depth)[0] for path in here for depth in range(path.count(".") + 1)}
+    known = {
+        "module": scope.modules or here | ancestors,
+        "param": scope.parameters or frozenset(parameters.values()),
+    }
+    for rule in policy.rules("fp32") + policy.rules("low"):
+        if rule.kind in known:
+            require_match(rule, known[rule.kind])
+
+
+def where_marked(gm: fx.GraphModule) -> tuple[str, ...]:
+    """Every mark in graph order, with its node: the resolved decisions, for the compile cache key."""
+    marks = []
+    for node in gm.graph.nodes:
+        mark = (node.meta.get("custom") or {}).get(MARK)
+        if mark is not None:
+            marks.append(f"{node.name}={mark}")
+    for name, child in subgraphs(gm):
+        marks += [f"{name}/{mark}" for mark in where_marked(child)]
+    return tuple(marks)
+
+

@@ -1,0 +1,82 @@
+"""The order of the passes, and the runner that applies them to any functional ATen graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from mpcompile.passes.casts import fold_casts, insert_casts
+from mpcompile.passes.compute_plan import require_matches
+from mpcompile.passes.graph import is_cast, is_partial_view, is_tuple_view, is_view, subgraphs
+from mpcompile.passes.policy import Policy
+from mpcompile.passes.result import PassResult
+from mpcompile.passes.sharing import share_low_copies
+from mpcompile.passes.verifier import signature, verify
+
+Pass = Callable[[fx.GraphModule, Policy], PassResult]
+
+PASSES: tuple[Pass, ...] = (
+    # First: carries out the compute plan; every later pass works on the casts it made.
+    insert_casts,
+    # Before sharing: a cast that folds away leaves no low copy to share.
+    fold_casts,
+    # Last: only what is still narrowed is worth storing low once.
+    share_low_copies,
+)
+
+
+def run_passes(
+    gm: fx.GraphModule, policy: Policy, passes: tuple[Pass, ...] = PASSES
+) -> tuple[PassResult, ...]:
+    """Rewrite ``gm`` in place for mixed precision and return what every pass changed.
+
+    ``gm`` is any functional ATen graph whose nodes carry fake values in ``meta["val"]``: a joint graph from
+    AOTAutograd, the result of ``make_fx``, or ``torch.export.export(...).run_decompositions().graph_module``.
+    Subgraphs of higher-order ops are rewritten too; what enters and leaves them keeps its dtype. Running it again
+    changes nothing. Raises ``PassError`` where a graph would no longer keep its promises (see ``verifier``).
+    """
+    if policy.is_fp32:
+        return ()
+    _require_values(gm)
+    require_matches(gm, policy)
+    return _rewrite(gm, policy, passes)
+
+
+def _rewrite(
+    gm: fx.GraphModule, policy: Policy, passes: tuple[Pass, ...]
+) -> tuple[PassResult, ...]:
+    inner = [result for _, child in subgraphs(gm) for result in _rewrite(child, policy, passes)]
+    return (*_run(gm, policy, passes), *inner)
+
+
+def _run(
+    gm: fx.GraphModule, policy: Policy, passes: tuple[Pass, ...]
+) -> tuple[PassResult, ...]:
+    results = []
+    for apply in passes:
+        before = signature(gm)
+        result = apply(gm, policy)
+        results.append(result)
+        if result.changed:
+            _erase_unused(gm)
+            verify(before, gm, result.name)
+            gm.recompile()
+    return tuple(results)
+
+
+def _erase_unused(gm: fx.GraphModule) -> None:
+    """Drop the casts and views nobody reads any more."""
+    for node in reversed(gm.graph.nodes):
+        movable = is_view(node) or is_partial_view(node) or is_tuple_view(node) or is_cast(node)
+        if not node.users and node.op == "call_function" and movable:
+            gm.graph.erase_node(node)
+
+
+def _require_values(gm: fx.GraphModule) -> None:
+    calls = gm.graph.find_nodes(op="placeholder")
+    if calls and not any("val" in node.meta for node in gm.graph.nodes):
+        raise ValueError(
+            "The graph's nodes have no meta['val']; run_passes needs a graph with fake values, from "
+            "make_fx(tracing_mode='fake' or 'symbolic'), torch.export or AOTAutograd."
+        )

@@ -1,0 +1,73 @@
+"""Let all readers of a value read its low copy, where it has one.
+
+A narrowed value is then stored once, low, instead of twice: half the bytes written, read and saved for backward.
+This is what makes residual convolutional nets fast.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mpcompile.passes.graph import (
+    CAST,
+    LOW_DTYPES,
+    dtype_of,
+    insert_cast,
+    is_getitem,
+    is_partial_view,
+    is_view,
+    packet_name,
+    source_of_widening,
+)
+from mpcompile.passes.op_classes import RANKING_OPS, STATISTICS
+from mpcompile.passes.policy import Policy
+from mpcompile.passes.result import Change, PassResult
+
+
+def share_low_copies(gm: fx.GraphModule, policy: Policy) -> PassResult:
+    """Make readers of a value that exists in the low type read that copy, widened.
+
+    before:  low = convert(x, bf16); y = add(x, r)
+    after:   low = convert(x, bf16); wide = convert(low, f32); y = add(wide, r)
+
+    Legal under the storage plan: one rounding of x, the one its low readers see anyway. Leaves alone: outputs,
+    sums and statistics, and comparisons and rankings (also through views), which keep reading the unrounded x;
+    inputs and parameters, which are in memory in fp32 whatever happens; and values that came from a widening.
+    """
+    changes = []
+    for low in list(gm.graph.nodes):
+        if CAST not in low.meta or dtype_of(low) not in LOW_DTYPES:
+            continue
+        value = low.args[0]
+        assert isinstance(value, fx.Node)
+        if value.op != "call_function" or source_of_widening(value) is not None:
+            continue
+        readers = [user for user in value.users if user is not low and not _reads_unrounded(user)]
+        if not readers:
+            continue
+        wide = insert_cast(low, torch.float32)
+        for reader in readers:
+            reader.replace_input_with(value, wide)
+        changes.append(
+            Change(
+                wide.name,
+                str(wide.target),
+                "float32",
+                str(policy.dtype)[6:],
+                f"{len(readers)} more readers of {value.name} read its low copy",
+            )
+        )
+    return PassResult("share_low_copies", tuple(changes))
+
+
+
+
+def _reads_unrounded(reader: fx.Node) -> bool:
+    """Whether a reader must see the value before rounding, itself or through views of it."""
+    if reader.op != "call_function":
+        return True
+    if is_view(reader) or is_partial_view(reader) or is_getitem(reader):
+        return any(_reads_unrounded(user) for user in reader.users)
+    name = packet_name(reader.target)
+    return name in RANKING_OPS or name in STATISTICS

@@ -1,0 +1,1 @@
+"""What lives while a compiled model runs. Knows nothing of graphs."""

@@ -1,0 +1,186 @@
+"""Private parts of torch that mpcompile reads, each with what is relied on. ``tests/test_torch_compat.py`` watches them.
+
+``compiler`` holds the calls into AOTAutograd and Inductor; nothing else touches private names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+from torch._dynamo.output_graph import OutputGraph
+
+from mpcompile.passes.graph import normalise_path
+from mpcompile.passes.intent import Scope
+
+_CompileWrapper = torch._TorchCompileWrapper  # one instance per torch.compile call with a backend of ours
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Who asked Dynamo for the graph being compiled."""
+
+    compiled: Any
+    """The object that stands for the ``torch.compile`` call; None when a backend is called by hand."""
+    root: nn.Module | None
+    """The compiled model; None where a plain function was compiled."""
+    scope: Scope
+    """Where the graph stands in the model."""
+
+
+def find_site() -> Site:
+    """Find the ``torch.compile`` call and the model whose graph is being compiled, up the Python stack.
+
+    Relies on: ``_TorchCompileWrapper.__call__`` calls the backend; ``OutputGraph.local_scope`` holds the frame's
+    locals; a compiled module is called through ``OptimizedModule`` or ``nn.Module._compiled_call_impl``.
+    """
+    compiled: Any = None
+    frame_module: nn.Module | None = None
+    for frame in _frames():
+        owner = frame.f_locals.get("self")
+        if compiled is None and isinstance(owner, _CompileWrapper):
+            compiled = owner
+        elif frame_module is None and isinstance(owner, OutputGraph):
+            local = owner.local_scope.get("self")
+            frame_module = local if isinstance(local, nn.Module) else None
+        elif root := _compiled_module(owner):
+            return Site(compiled, root, _scope(root, frame_module))
+    return Site(compiled, None, Scope())
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _compiled_module(owner: Any) -> nn.Module | None:
+    if isinstance(owner, OptimizedModule):
+        module = owner._orig_mod
+        assert isinstance(module, nn.Module)
+        return module
+    if isinstance(owner, nn.Module) and owner._compiled_call_impl is not None:
+        return owner
+    return None
+
+
+def _scope(root: nn.Module, frame_module: nn.Module | None) -> Scope:
+    names = {id(module): name for name, module in root.named_modules()}
+    return Scope(
+        prefix=names.get(id(frame_module), ""),
+        modules=frozenset(names.values()) - {""},
+        parameters=frozenset(name for name, _ in root.named_parameters()),
+    )
+
+
+def compile_call(compiled: Any) -> Any:
+    """The object ``find_site`` saw as ``Site.compiled``, from what ``torch.compile`` or ``Module.compile`` gave.
+
+    Relies on: ``OptimizedModule.dynamo_ctx.callback`` (and the wrapper function's closure) leads to the backend
+    through ``_torchdynamo_orig_backend``.
+    """
+    if isinstance(compiled, nn.Module) and not isinstance(compiled, OptimizedModule):
+        compiled = compiled._compiled_call_impl
+    context = getattr(compiled, "dynamo_ctx", None)
+    if context is None:
+        cells = getattr(compiled, "__closure__", None) or ()
+        context = next((c.cell_contents for c in cells if hasattr(_content(c), "callback")), None)
+    backend = innermost_backend(context.callback) if context is not None else None
+    return backend if isinstance(backend, _CompileWrapper) else None
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return None
+
+
+def fork(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of Dynamo's graph to work on: Dynamo reads its own again after the backend returns.
+
+    Relies on: ``_dynamo_source`` on placeholders, ``_param_name_to_source`` and ``meta`` on the module (AOTAutograd
+    takes static input indices and duplicate-argument guards from them).
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        if hasattr(node, "_dynamo_source"):
+            copies[node]._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    for name in ("_param_name_to_source", "compile_subgraph_reason"):
+        if hasattr(gm, name):
+            setattr(copy, name, getattr(gm, name))
+    return copy
+
+
+def parameters_of(gm: fx.GraphModule, prefix: str) -> dict[str, str]:
+    """Parameter name, from the compiled model's root, of every placeholder that is a parameter.
+
+    Relies on: ``meta["grapharg"].source.name``, a property (a method before torch 2.12), spelled like
+    ``L['self']._modules['layer']._parameters['weight']``.
+    """
+    names = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta.get("example_value"), nn.Parameter) and "grapharg" in node.meta:
+            source = node.meta["grapharg"].source
+            spelled = source.name() if callable(source.name) else source.name
+            names[node.name] = ".".join(filter(None, (prefix, normalise_path(str(spelled)))))
+    return names
+
+
+def input_index(placeholder: fx.Node) -> int | None:
+    """Position in Dynamo's graph of an AOTAutograd graph's input; None for tangents and others of its own.
+
+    Relies on: ``meta["desc"]`` is a ``PlainAOTInput`` with ``idx``, wrapped with ``.base`` for tensor subclasses.
+    """
+    description = placeholder.meta.get("desc")
+    while hasattr(description, "base"):
+        description = description.base
+    return getattr(description, "idx", None)
+
+
+@contextlib.contextmanager
+def tracing_without_autocast() -> Iterator[None]:
+    """Trace with ambient autocast off, forward and backward; regions inside the graph still count.
+
+    Relies on: ``functorch.config.backward_pass_autocast``; the default, ``same_as_forward``, lets an ambient
+    autocast leak into the backward of an fp32 region.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))  # type: ignore[attr-defined]
+        for device in enabled_autocasts():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def enabled_autocasts() -> list[str]:
+    """The device types whose autocast is enabled in this thread."""
+    if not torch._C._is_any_autocast_enabled():
+        return []
+    return [d for d in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.is_autocast_enabled(d)]
+
+
+@contextlib.contextmanager
+def running_without_autocast() -> Iterator[None]:
+    """Exclude autocast from every op dispatched in this thread; costs under a microsecond."""
+    with torch._C._DisableAutocast():
+        yield
+
+
+def exceptions_that_fall_back() -> tuple[type[BaseException], ...]:
+    """The errors of a backend for which Dynamo breaks the graph and goes on eagerly.
+
+    Relies on: ``torch._dynamo.exc.exceptions_allowed_to_be_fallback``.
+    """
+    return tuple(torch._dynamo.exc.exceptions_allowed_to_be_fallback)
