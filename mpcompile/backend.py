@@ -20,7 +20,7 @@ from mpcompile.device import automatic_dtype
 from mpcompile.inspection.registry import Compilation, remember
 from mpcompile.inspection.report import Recorder
 from mpcompile.options import Options
-from mpcompile.passes.intent import read_intent, where_marked
+from mpcompile.passes.intent import MATMULS, read_intent, where_marked
 from mpcompile.passes.kernels import lower_kernels
 from mpcompile.passes.policy import Policy
 from mpcompile.runtime.fp32_matmul import fp32_matmul_precision, with_fp32_matmul
@@ -53,7 +53,8 @@ def mixprec(
     in_aten = policy.only_op_rules()  # module and parameter rules are marks on the nodes by now
     recorder = Recorder(in_aten, site.scope.prefix, (intent, kernels))
     key = (*settings.key(), *where_marked(graph))
-    joint = JointPass(in_aten, recorder, key, _by_position(graph, parameters))
+    pinned = any(change.op in MATMULS and change.after == "fp32" for change in intent.changes)
+    joint = JointPass(in_aten, recorder, key, _by_position(graph, parameters), pinned)
     compilation = Compilation(recorder, joint.uuid(), graph)
     with autocast.tracing(), fp32_matmul_precision(settings.fp32_matmul):
         compiled = _compile(graph, example_inputs, joint, settings, mode)

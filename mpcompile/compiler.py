@@ -24,6 +24,7 @@ from torch._functorch.partitioners import (
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.pattern_matcher import stable_topological_sort
 
 from mpcompile.inspection.report import Recorder, snapshot
 from mpcompile.passes import Policy, run_passes
@@ -43,19 +44,32 @@ class JointPass(CustomGraphPass):
         recorder: Recorder,
         key: tuple[str, ...],
         parameters: Mapping[int, str],
+        pinned: bool,
     ) -> None:
         self._policy = policy
         self._recorder = recorder
         self._key = key
         self._parameters = parameters
+        self._pinned = pinned
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = graph.owning_module
         assert gm is not None
+        stable_topological_sort(graph)  # Inductor's patterns leave the graph unsorted until their last pass
         _mark_decomposed(gm)
         self._name_parameters(graph)
         before = snapshot(gm)
         self._recorder.add(before, gm, run_passes(gm, self._policy))
+
+    def runs_after_patterns(self, inputs: Sequence[Any]) -> bool:
+        """Whether to run after Inductor's joint-graph patterns instead of before them.
+
+        After: attention that a model writes out is recognised in fp32 and fused, and the fused kernel runs low.
+        Before: on accelerators, where padding of matmuls must see the final dtypes and a fused fp32 attention would
+        be a kernel without a low form; and where a matmul is marked fp32, since fusing loses the mark.
+        """
+        on_cpu = all(v.device.type == "cpu" for v in inputs if isinstance(v, torch.Tensor))
+        return on_cpu and not self._pinned
 
     def uuid(self) -> tuple[Any, ...]:
         """The cache key: node metadata is in no cache key of torch, so the resolved decisions must be in this one."""
@@ -106,12 +120,10 @@ def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], joint: JointPass, settings: Mapping[str, Any]
 ) -> Compiled:
     """Compile through Inductor; ``settings`` are Inductor's own configuration."""
-    patches = dict(settings)
-    if "joint_custom_pre_pass" in patches:
-        raise ValueError(
-            "Inductor's joint_custom_pre_pass is where mixprec runs; use joint_custom_post_pass for a pass of your own."
-        )
-    patches["joint_custom_pre_pass"] = joint
+    hook = "joint_custom_post_pass" if joint.runs_after_patterns(inputs) else "joint_custom_pre_pass"
+    if hook in settings:
+        raise ValueError(f"Inductor's {hook} is where mixprec runs; it cannot be an option as well.")
+    patches = {**settings, hook: joint}
     compiled: Compiled = compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[assignment]
     return compiled
 

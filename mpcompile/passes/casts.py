@@ -183,9 +183,10 @@ class _Narrowing:
 
 def _recomputing_pays(node: fx.Node) -> bool:
     result = tensor(node)
-    if result is None or result.dim() < 2:
+    # A convolution's weight is laid out anew in forward, so saving the parameter would save a copy in fp32.
+    if result is None or result.dim() != 2:
         return False
-    rows = result.numel() // result.shape[-1] if result.dim() == 2 else result.numel()
+    rows = result.shape[0]
     return not isinstance(rows, int) or rows >= _ROWS_TO_RECOMPUTE_WEIGHT
 
 
