@@ -1,4 +1,4 @@
-"""Measure mixprec against autocast and fp32, all through Inductor: ``python -m benchmarks [--rounds N] [--json FILE]``."""
+"""Measure mixprec against autocast and fp32, all through Inductor: ``python -m benchmarks [--rounds N]``."""
 
 from __future__ import annotations
 

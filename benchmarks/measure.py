@@ -24,9 +24,7 @@ class Peer:
     context: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
-MIXPREC = Peer(
-    "mixprec", lambda model: torch.compile(model, backend="mixprec", options={"dtype": "bf16"})
-)
+MIXPREC = Peer("mixprec", lambda model: torch.compile(model, backend="mixprec", options={"dtype": "bf16"}))
 AUTOCAST = Peer("autocast", torch.compile, lambda: torch.autocast("cpu", torch.bfloat16))
 FP32 = Peer("fp32", torch.compile)
 
@@ -65,9 +63,7 @@ def measure(workload: Workload, peers: list[Peer], rounds: int) -> dict[str, Mea
         for peer in peers:
             times[peer.name].append(_timed(compiled[peer.name], peer, inputs))
     return {
-        name: Measurement(
-            statistics.median(times[name]) * 1e3, saved[name], errors[name], first[name]
-        )
+        name: Measurement(statistics.median(times[name]) * 1e3, saved[name], errors[name], first[name])
         for name in times
     }
 

@@ -78,4 +78,4 @@ def _restore_output_dtypes(graph: fx.GraphModule) -> None:
         cast.meta["example_value"] = value
         return cast
 
-    output.args = fx.node.map_arg(output.args, restored)  # type: ignore[assignment]
+    output.args = fx.node.map_arg(output.args, restored)

@@ -15,6 +15,7 @@ from mpcompile.compiler import (
     compile_with_aot_eager,
     compile_with_inductor,
     compile_with_reference,
+    mode_settings,
 )
 from mpcompile.device import automatic_dtype
 from mpcompile.inspection.registry import Compilation, remember
@@ -22,9 +23,8 @@ from mpcompile.inspection.report import Recorder
 from mpcompile.options import Options
 from mpcompile.passes.intent import MATMULS, read_intent, where_marked
 from mpcompile.passes.kernels import lower_kernels
-from mpcompile.passes.policy import Policy
 from mpcompile.runtime.fp32_matmul import fp32_matmul_precision, with_fp32_matmul
-from mpcompile.torch_compat import find_site, fork, parameters_of
+from mpcompile.torch_compat import find_site, fork, name_modules, parameters_of
 
 
 def mixprec(
@@ -45,13 +45,14 @@ def mixprec(
     checks.before_compiling(gm, settings, policy, site)
 
     graph = fork(gm)
-    parameters = parameters_of(graph, site.scope.prefix)
+    name_modules(graph, site.locals)
+    parameters = parameters_of(graph, site.locals)
     intent = read_intent(graph, policy, site.scope, parameters)
     autocast = Autocast.around(graph)
     kernels = lower_kernels(graph, policy)
 
     in_aten = policy.only_op_rules()  # module and parameter rules are marks on the nodes by now
-    recorder = Recorder(in_aten, site.scope.prefix, (intent, kernels))
+    recorder = Recorder(in_aten, (intent, kernels))
     key = (*settings.key(), *where_marked(graph))
     pinned = any(change.op in MATMULS and change.after == "fp32" for change in intent.changes)
     joint = JointPass(in_aten, recorder, key, _by_position(graph, parameters), pinned)
@@ -71,11 +72,7 @@ def _device(example_inputs: Sequence[Any]) -> torch.device:
 
 def _by_position(graph: fx.GraphModule, parameters: dict[str, str]) -> dict[int, str]:
     placeholders = graph.graph.find_nodes(op="placeholder")
-    return {
-        index: parameters[node.name]
-        for index, node in enumerate(placeholders)
-        if node.name in parameters
-    }
+    return {index: parameters[node.name] for index, node in enumerate(placeholders) if node.name in parameters}
 
 
 def _compile(
@@ -100,5 +97,4 @@ def _compile(
 
 def _inductor(settings: Options, mode: str | None) -> dict[str, Any]:
     strict = {"emulate_precision_casts": True} if settings.numerics == "strict" else {}
-    modes = torch._inductor.list_mode_options(mode) if mode is not None else {}
-    return {**strict, **modes, **settings.inductor}
+    return {**strict, **mode_settings(mode), **settings.inductor}

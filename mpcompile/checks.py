@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from mpcompile.notices import MixprecError, notify
 from mpcompile.passes.graph import LOW_DTYPES
-from mpcompile.torch_compat import enabled_autocasts, exceptions_that_fall_back
+from mpcompile.torch_compat import captures_recurrent_modules, enabled_autocasts, exceptions_that_fall_back
 
 if TYPE_CHECKING:
     from mpcompile.inspection.report import Recorder
@@ -75,7 +75,7 @@ def _check_masters(gm: fx.GraphModule, options: Options) -> None:
 
 
 def _check_recurrent(root: nn.Module | None, options: Options) -> None:
-    if root is None or torch._dynamo.config.allow_rnn:
+    if root is None or captures_recurrent_modules():
         return
     names = [name for name, module in root.named_modules() if isinstance(module, nn.RNNBase)]
     if names:

@@ -26,8 +26,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.pattern_matcher import stable_topological_sort
 
+from mpcompile.device import has_native_bf16
 from mpcompile.inspection.report import Recorder, snapshot
 from mpcompile.passes import Policy, run_passes
+from mpcompile.passes.emulation import emulate_low_products
 from mpcompile.passes.graph import DECOMPOSED, PARAMETER, subgraphs
 from mpcompile.passes.op_classes import registered_ops
 from mpcompile.torch_compat import input_index
@@ -46,7 +48,7 @@ class JointPass(CustomGraphPass):
         parameters: Mapping[int, str],
         pinned: bool,
     ) -> None:
-        self._policy = policy
+        self.policy = policy
         self._recorder = recorder
         self._key = key
         self._parameters = parameters
@@ -59,7 +61,7 @@ class JointPass(CustomGraphPass):
         _mark_decomposed(gm)
         self._name_parameters(graph)
         before = snapshot(gm)
-        self._recorder.add(before, gm, run_passes(gm, self._policy))
+        self._recorder.add(before, gm, run_passes(gm, self.policy))
 
     def runs_after_patterns(self, inputs: Sequence[Any]) -> bool:
         """Whether to run after Inductor's joint-graph patterns instead of before them.
@@ -68,15 +70,18 @@ class JointPass(CustomGraphPass):
         Before: on accelerators, where padding of matmuls must see the final dtypes and a fused fp32 attention would
         be a kernel without a low form; and where a matmul is marked fp32, since fusing loses the mark.
         """
-        on_cpu = all(v.device.type == "cpu" for v in inputs if isinstance(v, torch.Tensor))
-        return on_cpu and not self._pinned
+        return _is_on_cpu(inputs) and not self._pinned
+
+    def needs_emulation(self, inputs: Sequence[Any]) -> bool:
+        """Whether low products must be computed in fp32 kernels: bf16 on a CPU without instructions for it."""
+        return self.policy.dtype is torch.bfloat16 and _is_on_cpu(inputs) and not has_native_bf16(torch.device("cpu"))
 
     def uuid(self) -> tuple[Any, ...]:
         """The cache key: node metadata is in no cache key of torch, so the resolved decisions must be in this one."""
         return (
             "mpcompile",
             _source_hash(),
-            repr(self._policy),
+            repr(self.policy),
             registered_ops(),
             *self._key,
             *map(str, sorted(self._parameters.items())),
@@ -90,10 +95,31 @@ class JointPass(CustomGraphPass):
                 node.meta[PARAMETER] = name
 
 
+class EmulationPass(CustomGraphPass):
+    """``emulate_low_products``, as the custom pass that Inductor runs on each graph after partitioning."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def __call__(self, graph: fx.Graph) -> None:
+        gm = graph.owning_module
+        assert gm is not None
+        _mark_decomposed(gm)
+        emulate_low_products(gm, self._policy)
+
+    def uuid(self) -> tuple[str, ...]:
+        """The cache key: the pass is a function of its source and the policy."""
+        return ("mpcompile emulation", _source_hash(), repr(self._policy))
+
+
 def _mark_decomposed(gm: fx.GraphModule) -> None:
     gm.meta[DECOMPOSED] = True
     for _, child in subgraphs(gm):
         _mark_decomposed(child)
+
+
+def _is_on_cpu(inputs: Sequence[Any]) -> bool:
+    return all(value.device.type == "cpu" for value in inputs if isinstance(value, torch.Tensor))
 
 
 @functools.cache
@@ -116,6 +142,11 @@ def _reduced_precision_flags() -> tuple[str, ...]:
     )
 
 
+def mode_settings(mode: str | None) -> dict[str, Any]:
+    """Inductor's settings behind ``torch.compile(mode=...)``."""
+    return {} if mode is None else dict(torch._inductor.list_mode_options(mode))
+
+
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], joint: JointPass, settings: Mapping[str, Any]
 ) -> Compiled:
@@ -124,25 +155,21 @@ def compile_with_inductor(
     if hook in settings:
         raise ValueError(f"Inductor's {hook} is where mixprec runs; it cannot be an option as well.")
     patches = {**settings, hook: joint}
+    if joint.needs_emulation(inputs):
+        patches.setdefault("post_grad_custom_pre_pass", EmulationPass(joint.policy))
     compiled: Compiled = compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[assignment]
     return compiled
 
 
-def compile_with_aot_eager(
-    gm: fx.GraphModule, inputs: Sequence[Any], joint: JointPass
-) -> Compiled:
+def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], joint: JointPass) -> Compiled:
     """Run the same passes and the same partitioner, and execute the two graphs without code generation."""
     partition = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
     return _compile_with_aot(gm, inputs, joint, partition, lambda graph, _: graph.forward)
 
 
-def compile_with_reference(
-    gm: fx.GraphModule, inputs: Sequence[Any], joint: JointPass
-) -> Compiled:
+def compile_with_reference(gm: fx.GraphModule, inputs: Sequence[Any], joint: JointPass) -> Compiled:
     """Execute the rewritten graph node by node: nothing is recomputed, every cast rounds."""
-    return _compile_with_aot(
-        gm, inputs, joint, default_partition, lambda graph, _: fx.Interpreter(graph).run
-    )
+    return _compile_with_aot(gm, inputs, joint, default_partition, lambda graph, _: fx.Interpreter(graph).run)
 
 
 def _compile_with_aot(
@@ -174,5 +201,3 @@ def _compile_with_aot(
         keep_inference_input_mutations=True,
     )(gm, list(inputs))
     return compiled
-
-

@@ -29,7 +29,7 @@ class Options:
     """Everything a user can set; strings, so that they pickle and travel through trainers."""
 
     dtype: str = "auto"
-    """``"bf16"``, ``"fp16"``, or ``"auto"``: bf16 where the device computes it natively, else fp16 on CUDA, else fp32."""
+    """``"bf16"``, ``"fp16"`` or ``"auto"``: bf16 where the device has it natively, else fp16 on CUDA, else fp32."""
     policy: str | Policy = "default"
     """``"default"``, ``"fp32"`` (change nothing), or a ``mpcompile.passes.Policy``."""
     fp32: tuple[str, ...] = ()
@@ -68,22 +68,18 @@ class Options:
         if self.loss_scale == "external" and self.dtype == "bf16":
             raise ValueError("loss_scale='external' is for dtype='fp16'; bf16 needs no loss scale.")
         if self.inductor and self.compiler != "inductor":
-            raise ValueError(
-                f"Option `inductor` needs compiler='inductor', got compiler={self.compiler!r}."
-            )
+            raise ValueError(f"Option `inductor` needs compiler='inductor', got compiler={self.compiler!r}.")
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:
-        """Check ``torch.compile(options=...)``; raises ``ValueError`` naming the bad key or value and the accepted ones."""
+        """Check ``torch.compile(options=...)``; ``ValueError`` names the bad key or value and the accepted ones."""
         given = dict(given or {})
         names = [field.name for field in dataclasses.fields(cls)]
         for key in given:
             if key not in names:
                 near = difflib.get_close_matches(str(key), names, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ValueError(
-                    f"Unknown option {key!r} for backend 'mixprec'.{hint} Accepted: {', '.join(names)}."
-                )
+                raise ValueError(f"Unknown option {key!r} for backend 'mixprec'.{hint} Accepted: {', '.join(names)}.")
         for key in ("fp32", "low"):
             given[key] = _rules(key, given.get(key, ()))
         if not isinstance(given.get("inductor", {}), Mapping):

@@ -1,4 +1,4 @@
-"""Private parts of torch that mpcompile reads, each with what is relied on. ``tests/test_torch_compat.py`` watches them.
+"""Private parts of torch that mpcompile reads, each with what is relied on; ``test_torch_compat`` watches them.
 
 ``compiler`` holds the calls into AOTAutograd and Inductor; nothing else touches private names.
 """
@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -32,7 +33,9 @@ class Site:
     root: nn.Module | None
     """The compiled model; None where a plain function was compiled."""
     scope: Scope
-    """Where the graph stands in the model."""
+    """The names there are in the model."""
+    locals: Mapping[str, str]
+    """Path, from the root, of every module that a local variable of the traced frame holds."""
 
 
 def find_site() -> Site:
@@ -42,17 +45,16 @@ def find_site() -> Site:
     locals; a compiled module is called through ``OptimizedModule`` or ``nn.Module._compiled_call_impl``.
     """
     compiled: Any = None
-    frame_module: nn.Module | None = None
+    variables: dict[str, Any] | None = None
     for frame in _frames():
         owner = frame.f_locals.get("self")
         if compiled is None and isinstance(owner, _CompileWrapper):
             compiled = owner
-        elif frame_module is None and isinstance(owner, OutputGraph):
-            local = owner.local_scope.get("self")
-            frame_module = local if isinstance(local, nn.Module) else None
+        elif variables is None and isinstance(owner, OutputGraph):
+            variables = dict(owner.local_scope)
         elif root := _compiled_module(owner):
-            return Site(compiled, root, _scope(root, frame_module))
-    return Site(compiled, None, Scope())
+            return Site(compiled, root, _scope(root), _module_locals(root, variables or {}))
+    return Site(compiled, None, Scope(), {})
 
 
 def _frames() -> Iterator[FrameType]:
@@ -72,13 +74,16 @@ def _compiled_module(owner: Any) -> nn.Module | None:
     return None
 
 
-def _scope(root: nn.Module, frame_module: nn.Module | None) -> Scope:
-    names = {id(module): name for name, module in root.named_modules()}
+def _scope(root: nn.Module) -> Scope:
     return Scope(
-        prefix=names.get(id(frame_module), ""),
-        modules=frozenset(names.values()) - {""},
+        modules=frozenset(name for name, _ in root.named_modules()) - {""},
         parameters=frozenset(name for name, _ in root.named_parameters()),
     )
+
+
+def _module_locals(root: nn.Module, variables: Mapping[str, Any]) -> dict[str, str]:
+    names = {id(module): name for name, module in root.named_modules()}
+    return {name: names[id(value)] for name, value in variables.items() if id(value) in names}
 
 
 def compile_call(compiled: Any) -> Any:
@@ -115,7 +120,7 @@ def fork(gm: fx.GraphModule) -> fx.GraphModule:
     for node in gm.graph.nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
         if hasattr(node, "_dynamo_source"):
-            copies[node]._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+            copies[node]._dynamo_source = node._dynamo_source
     copy = fx.GraphModule(gm, graph)
     copy.meta = dict(gm.meta)
     for name in ("_param_name_to_source", "compile_subgraph_reason"):
@@ -124,7 +129,36 @@ def fork(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def parameters_of(gm: fx.GraphModule, prefix: str) -> dict[str, str]:
+def name_modules(gm: fx.GraphModule, local_modules: Mapping[str, str]) -> None:
+    """Spell the module path of every node from the compiled model's root, in every graph of it.
+
+    Dynamo spells it from a local variable of the frame it traced. After a graph break that frame may be a submodule's,
+    and may hold a module that is about to be called as ``___stack0``; nodes of the frame itself have no path at all.
+
+    Relies on: ``nn_module_stack`` holds (path, class) pairs, the path spelled ``L['self'].layer``.
+    """
+    frame = local_modules.get("self")
+    for node in gm.graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        named = {key: (_from_root(path, local_modules), cls) for key, (path, cls) in stack.items()}
+        if named:
+            node.meta["nn_module_stack"] = named
+        elif frame and node.op.startswith("call"):
+            node.meta["nn_module_stack"] = {"self": (_from_root("L['self']", local_modules), nn.Module)}
+
+
+_LOCAL = re.compile(r"^L\['([^']+)'\]")
+
+
+def _from_root(spelled: str, local_modules: Mapping[str, str]) -> str:
+    local = _LOCAL.match(spelled)
+    path = local_modules.get(local[1]) if local else None
+    if local is None or not path:
+        return spelled
+    return f"L['self'].{path}{spelled[local.end() :]}"
+
+
+def parameters_of(gm: fx.GraphModule, local_modules: Mapping[str, str]) -> dict[str, str]:
     """Parameter name, from the compiled model's root, of every placeholder that is a parameter.
 
     Relies on: ``meta["grapharg"].source.name``, a property (a method before torch 2.12), spelled like
@@ -135,7 +169,7 @@ def parameters_of(gm: fx.GraphModule, prefix: str) -> dict[str, str]:
         if isinstance(node.meta.get("example_value"), nn.Parameter) and "grapharg" in node.meta:
             source = node.meta["grapharg"].source
             spelled = source.name() if callable(source.name) else source.name
-            names[node.name] = ".".join(filter(None, (prefix, normalise_path(str(spelled)))))
+            names[node.name] = normalise_path(_from_root(str(spelled), local_modules))
     return names
 
 
@@ -144,7 +178,7 @@ def input_index(placeholder: fx.Node) -> int | None:
 
     Relies on: ``meta["desc"]`` is a ``PlainAOTInput`` with ``idx``, wrapped with ``.base`` for tensor subclasses.
     """
-    description = placeholder.meta.get("desc")
+    description: Any = placeholder.meta.get("desc")
     while hasattr(description, "base"):
         description = description.base
     return getattr(description, "idx", None)
@@ -158,7 +192,7 @@ def tracing_without_autocast() -> Iterator[None]:
     autocast leak into the backward of an fp32 region.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))  # type: ignore[attr-defined]
+        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         for device in enabled_autocasts():
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
@@ -184,3 +218,11 @@ def exceptions_that_fall_back() -> tuple[type[BaseException], ...]:
     Relies on: ``torch._dynamo.exc.exceptions_allowed_to_be_fallback``.
     """
     return tuple(torch._dynamo.exc.exceptions_allowed_to_be_fallback)
+
+
+def captures_recurrent_modules() -> bool:
+    """Whether Dynamo captures ``nn.LSTM`` and its like; by default it runs them eagerly.
+
+    Relies on: ``torch._dynamo.config.allow_rnn``.
+    """
+    return bool(torch._dynamo.config.allow_rnn)

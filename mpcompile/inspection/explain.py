@@ -13,9 +13,7 @@ from mpcompile.inspection.registry import reports
 from mpcompile.inspection.report import Report
 
 
-def explain(
-    model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
-) -> Report:
+def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
     """Capture ``model(*inputs, **kwargs)``, run the passes over forward and backward, and report every decision.
 
     Runs the forward once, without code generation, on a copy of the model: its buffers, gradients and the random
@@ -34,5 +32,3 @@ def explain(
         graphs=tuple(graph for report in found for graph in report.graphs),
         modules=tuple(pair for report in found for pair in report.modules),
     )
-
-

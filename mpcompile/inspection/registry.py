@@ -22,8 +22,13 @@ class Compilation:
         self.recorder = recorder
         inputs = graph.graph.find_nodes(op="placeholder")
         self.key = store.key_of(
-            [str(uuid), str(graph.graph), *(str(node.meta.get("example_value")) for node in inputs)]
-            + [str(torch.is_grad_enabled()), torch.__version__]
+            (
+                str(uuid),
+                str(graph.graph),
+                *(str(node.meta.get("example_value")) for node in inputs),
+                str(torch.is_grad_enabled()),
+                torch.__version__,
+            )
         )
 
     def report(self) -> Report:

@@ -27,6 +27,7 @@ from mpcompile.passes.graph import (
     op_name,
     parameter_name,
     source_line,
+    subgraphs,
     tensor,
     user_op_name,
 )
@@ -158,14 +159,15 @@ class GraphRecord:
     before: fx.GraphModule
     after: fx.GraphModule
     results: tuple[PassResult, ...]
+    in_backward: bool = False
+    """Whether it is the body of a higher-order op that backward calls; its nodes do not say so themselves."""
 
 
 class Recorder:
     """Collects what the passes do to the graphs of one Dynamo graph."""
 
-    def __init__(self, policy: Policy, prefix: str, earlier: tuple[PassResult, ...]) -> None:
+    def __init__(self, policy: Policy, earlier: tuple[PassResult, ...]) -> None:
         self._policy = policy
-        self._prefix = prefix
         self._earlier = earlier  # what the passes before autograd changed
         self._records: list[GraphRecord] = []
 
@@ -174,11 +176,16 @@ class Recorder:
         """Whether no pass ran here: the compiled code came from the cache."""
         return not self._records
 
-    def add(
-        self, before: fx.GraphModule, after: fx.GraphModule, results: tuple[PassResult, ...]
-    ) -> None:
+    def add(self, before: fx.GraphModule, after: fx.GraphModule, results: tuple[PassResult, ...]) -> None:
         """Keep a graph: a copy taken before the passes, and the graph as it is now."""
-        self._records.append(GraphRecord(before, snapshot(after), results))
+        self._add(GraphRecord(before, snapshot(after), (*self._earlier, *results)))
+
+    def _add(self, record: GraphRecord) -> None:
+        self._records.append(record)
+        for (name, before), (_, after) in zip(subgraphs(record.before), subgraphs(record.after), strict=True):
+            callers = [user for node in _readers_of(record.after, name) for user in node.users]
+            in_backward = record.in_backward or any(map(is_backward, callers))
+            self._add(GraphRecord(before, after, (), in_backward))
 
     def report(self) -> Report:
         """Make the report of what was collected."""
@@ -190,18 +197,14 @@ class Recorder:
     def _graph(self, record: GraphRecord) -> GraphReport:
         plan = plan_compute(record.before, self._policy)
         after = {node.name: node for node in record.after.graph.nodes}
-        nodes = [
-            self._node(after[node.name], decision)
-            for node, decision in plan.items()
-            if node.name in after
-        ]
-        casts = [self._cast(node) for node in after.values() if CAST in node.meta]
-        results = (*self._earlier, *record.results)
+        before = [(node.name, decision) for node, decision in plan.items() if node.name in after]
+        nodes = [self._node(after[name], decision, record.in_backward) for name, decision in before]
+        casts = [self._cast(node, record.in_backward) for node in after.values() if CAST in node.meta]
         return GraphReport(
-            tuple(nodes), tuple(casts), results, graph_text(record.before), graph_text(record.after)
+            tuple(nodes), tuple(casts), record.results, graph_text(record.before), graph_text(record.after)
         )
 
-    def _node(self, node: fx.Node, decision: Decision) -> NodeRecord:
+    def _node(self, node: fx.Node, decision: Decision, in_backward: bool) -> NodeRecord:
         return NodeRecord(
             name=node.name,
             op=op_name(node),
@@ -212,12 +215,12 @@ class Recorder:
             precision=decision.precision,
             rule=decision.rule,
             reason=decision.reason,
-            module=self._path(node),
+            module=module_path(node),
             source=source_line(node),
-            direction=_direction(node),
+            direction=_direction(node, in_backward),
         )
 
-    def _cast(self, node: fx.Node) -> CastRecord:
+    def _cast(self, node: fx.Node, in_backward: bool) -> CastRecord:
         value = node.args[0]
         assert isinstance(value, fx.Node)
         return CastRecord(
@@ -227,12 +230,9 @@ class Recorder:
             after=next(_dtypes([node]), ""),
             bytes=_bytes(value, node),
             parameter=parameter_name(value),
-            module=self._path(node),
-            direction=_direction(node),
+            module=module_path(node),
+            direction=_direction(node, in_backward),
         )
-
-    def _path(self, node: fx.Node) -> str:
-        return ".".join(filter(None, (self._prefix, module_path(node))))
 
     @property
     def is_fp32(self) -> bool:
@@ -265,23 +265,28 @@ class Recorder:
     @staticmethod
     def _is_low(node: fx.Node) -> bool:
         low = (torch.bfloat16, torch.float16)
-        return classify(node.target) is OpClass.LOW and any(
-            dtype_of(source) in low for source in node.all_input_nodes
-        )
+        return classify(node.target) is OpClass.LOW and any(dtype_of(source) in low for source in node.all_input_nodes)
 
 
 def snapshot(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph with its metadata."""
+    """A copy of a graph, and of the bodies of its higher-order ops, with their metadata."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
         copies[node].name = node.name
-    return fx.GraphModule(gm, graph)
+    copy = fx.GraphModule(gm, graph)
+    for name, body in subgraphs(gm):
+        setattr(copy, name, snapshot(body))
+    return copy
 
 
-def _direction(node: fx.Node) -> str:
-    return "backward" if is_backward(node) else "forward"
+def _readers_of(gm: fx.GraphModule, attribute: str) -> list[fx.Node]:
+    return [node for node in gm.graph.find_nodes(op="get_attr") if node.target == attribute]
+
+
+def _direction(node: fx.Node, in_backward: bool) -> str:
+    return "backward" if in_backward or is_backward(node) else "forward"
 
 
 def _dtypes(nodes: Iterable[fx.Node]) -> Iterator[str]:

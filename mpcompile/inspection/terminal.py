@@ -61,7 +61,7 @@ def _cast_line(casts: tuple[CastRecord, ...]) -> str:
     dynamic = any(cast.bytes is None for cast in casts)
     return (
         f"  casts:    {len(narrow)} narrow ({sum(bool(c.parameter) for c in narrow)} of parameters), "
-        f"{len(casts) - len(narrow)} widen, {moved / 1e6:.2f} MB{' and dynamic sizes' if dynamic else ''} if none is fused"
+        f"{len(casts) - len(narrow)} widen, {moved / 1e6:.2f} MB{' and more' if dynamic else ''} if none is fused"
     )
 
 

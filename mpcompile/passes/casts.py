@@ -6,6 +6,7 @@ per value: above its views, shared by all who need it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def insert_casts(gm: fx.GraphModule, policy: Policy) -> PassResult:
             changes += _lower(node, narrowing, decision.reason)
         elif _narrows_from_fp32(node):
             changes += _share_narrowing(node, policy)
-    return PassResult("insert_casts", tuple(narrowing.changes + changes))
+    return PassResult("insert_casts", (*narrowing.changes(), *changes))
 
 
 def _lower(node: fx.Node, narrowing: _Narrowing, reason: str) -> list[Change]:
@@ -137,7 +138,7 @@ def _share_narrowing(node: fx.Node, policy: Policy) -> list[Change]:
     dtype = dtype_of(node)
     assert dtype is not None
     free = _free_low_form(_argument(node), dtype)
-    if free is None:
+    if free is None or _would_alias(node, free):
         return []
     node.replace_all_uses_with(free)
     return [Change(node.name, op_name(node), "float32", "", "its argument was low already")]
@@ -148,8 +149,8 @@ class _Narrowing:
 
     def __init__(self, dtype: torch.dtype, joint: bool) -> None:
         self.dtype = dtype
-        self.changes: list[Change] = []
         self._joint = joint
+        self._casts: list[fx.Node] = []
         self._low: dict[fx.Node, fx.Node] = {}
 
     def low(self, node: fx.Node) -> fx.Node:
@@ -163,10 +164,13 @@ class _Narrowing:
             low = insert_view(node, self.low(_argument(node)))
         else:
             low = insert_cast(node, self.dtype)
-            self.changes.append(
-                Change(low.name, op_name(low), "", str(self.dtype)[6:], f"low form of {node.name}")
-            )
+            self._casts.append(low)
         return low
+
+    def changes(self) -> Iterator[Change]:
+        """The casts that were made, except those for an operation that had to stay in fp32 after all."""
+        for low in filter(_is_read, self._casts):
+            yield Change(low.name, op_name(low), "", str(self.dtype)[6:], f"low form of {_argument(low).name}")
 
     def saw_rows(self, node: fx.Node) -> None:
         """Keep the low copies of parameters out of what is saved for backward, where that pays."""
@@ -181,6 +185,10 @@ class _Narrowing:
                     recompute_in_backward(link)
 
 
+def _is_read(node: fx.Node) -> bool:
+    return any(not is_view(user) or _is_read(user) for user in node.users)
+
+
 def _recomputing_pays(node: fx.Node) -> bool:
     result = tensor(node)
     # A convolution's weight is laid out anew in forward, so saving the parameter would save a copy in fp32.
@@ -192,8 +200,8 @@ def _recomputing_pays(node: fx.Node) -> bool:
 
 def _free_low_form(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
     """A low node of exactly the same values, where a chain of views leads to a widening; else None."""
-    source = source_of_widening(node)
-    if source is not None:
+    if source_of_widening(node) is not None:
+        source = _widened(node)
         return source if dtype_of(source) is dtype else None
     if is_getitem(node) and is_partial_view(node):
         return _free_piece(node, dtype)
@@ -211,10 +219,31 @@ def _free_piece(item: fx.Node, dtype: torch.dtype) -> fx.Node | None:
     base = _free_low_form(_argument(split), dtype)
     if base is None:
         return None
-    low_split = next(
-        (u for u in base.users if u.target is split.target and u.args[1:] == split.args[1:]), None
-    )
-    return insert_view(item, low_split or insert_view(split, base))
+    low_split = next((u for u in base.users if u.target is split.target and u.args[1:] == split.args[1:]), None)
+    if low_split is None or not low_split < item:
+        low_split = insert_view(split, base)
+    return insert_view(item, low_split)
+
+
+def _widened(node: fx.Node) -> fx.Node | None:
+    """The low node that ``node`` widens, where both are laid out alike (a cast of a slice is dense, a slice is not)."""
+    source = source_of_widening(node)
+    return source if source is not None and _same_layout(source.meta["val"], node.meta["val"]) else None
+
+
+def _would_alias(node: fx.Node, other: fx.Node) -> bool:
+    """Whether ``other`` in place of ``node`` would make an output share memory with an input or another output."""
+    while _is_part(other):
+        other = _argument(other)
+    return _is_returned(node) and (other.op != "call_function" or _is_returned(other))
+
+
+def _is_returned(node: fx.Node) -> bool:
+    return any(user.op == "output" or (_is_part(user) and _is_returned(user)) for user in node.users)
+
+
+def _is_part(node: fx.Node) -> bool:
+    return is_view(node) or is_partial_view(node) or is_tuple_view(node)
 
 
 def fold_casts(gm: fx.GraphModule, policy: Policy) -> PassResult:
@@ -223,15 +252,16 @@ def fold_casts(gm: fx.GraphModule, policy: Policy) -> PassResult:
     before:  wide = convert(low, f32); again = convert(wide, bf16)
     after:   every reader of `again` reads `low`
 
-    Legal because widening is exact. Leaves alone: a narrowing followed by a widening (that is a rounding), and
-    every cast the user wrote except a widening that became a no-op.
+    Legal because widening is exact. Leaves alone: a narrowing followed by a widening (that is a rounding), every
+    cast the user wrote except a widening that became a no-op, a cast that also lays its argument out anew, and a
+    cast without which an output would alias an input or another output.
     """
     changes = []
     for node in gm.graph.nodes:
         if not is_cast(node):
             continue
         same = _without_cast(node)
-        if same is None or node.users == {}:
+        if same is None or not node.users or _would_alias(node, same):
             continue
         changes.append(Change(node.name, op_name(node), str(dtype_of(node))[6:], "", "no-op cast"))
         node.replace_all_uses_with(same)
@@ -242,5 +272,5 @@ def _without_cast(node: fx.Node) -> fx.Node | None:
     source = _argument(node)
     if dtype_of(source) is dtype_of(node) and CAST in node.meta:
         return source
-    low = source_of_widening(source) if source.op == "call_function" else None
+    low = _widened(source) if source.op == "call_function" else None
     return low if low is not None and dtype_of(low) is dtype_of(node) else None

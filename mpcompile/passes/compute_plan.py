@@ -138,9 +138,9 @@ def _decide_low(node: fx.Node, policy: Policy, varying: set[fx.Node]) -> Decisio
     name = packet_name(node.target)
     roles = roles_of(node.target)
     dtypes = set(_operand_dtypes(node, roles))
-    if dtypes <= set(LOW_DTYPES):
+    if dtypes and dtypes <= set(LOW_DTYPES):
         return Decision("as traced", "class", "already in a 16-bit type where the graph enters")
-    if not dtypes <= {torch.float32, policy.dtype}:
+    if not dtypes or not dtypes <= {torch.float32, policy.dtype}:
         return Decision("as traced", "shape", f"operands are {_dtype_list(dtypes)}")
     if name in CHOSEN_FOR_FP32:
         return Decision("fp32", "class", "kernel was chosen for fp32 before this pass")
@@ -154,7 +154,7 @@ def _decide_low(node: fx.Node, policy: Policy, varying: set[fx.Node]) -> Decisio
 
 
 def _dtype_list(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "no tensors"
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "not floating-point"
 
 
 def _operands(node: fx.Node, roles: Roles | None) -> Iterator[fx.Node]:

@@ -76,9 +76,7 @@ _PARTIAL_VIEWS = frozenset(
 )
 """Ops that move or drop elements: a cast moves above them only where the low form is there already."""
 
-_TUPLE_VIEWS = frozenset(
-    {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int}
-)
+_TUPLE_VIEWS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int})
 
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 
@@ -164,7 +162,7 @@ def packet_name(target: Any) -> str:
 
 
 _ROOT = re.compile(r"^(?:[LG]\['[^']*'\]|[LG]__\w+?___)\.?|^(?:self|mod)\.")
-_INDEX = re.compile(r"(?:\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]")
+_INDEX = re.compile(r"(?:(?:^|\.)_(?:modules|parameters))?\[['\"]?([^'\"\]]+)['\"]?\]")
 
 
 def normalise_path(path: str) -> str:
@@ -226,9 +224,7 @@ def replace_arguments(node: fx.Node, replace: Callable[[str, Any], Any]) -> None
 def run_fake(node: fx.Node) -> Any:
     """Run a node's op on the fake values of its arguments: shape, dtype and strides as at run time."""
     fake_mode = _fake_mode(node)
-    args, kwargs = tree_map(
-        lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs)
-    )
+    args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
     assert callable(node.target)
     if fake_mode is None:
         return node.target(*args, **kwargs)
@@ -252,9 +248,7 @@ def refresh(node: fx.Node) -> None:
     node.meta.pop("eager_input_vals", None)
 
 
-def insert_after(
-    anchor: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node
-) -> fx.Node:
+def insert_after(anchor: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
     """Insert a call right after ``anchor``, with the provenance of ``like`` and a fresh ``meta["val"]``."""
     graph = anchor.graph
     with graph.inserting_before(_first_call(anchor) if anchor.op == "placeholder" else anchor.next):
@@ -273,13 +267,9 @@ def _first_call(node: fx.Node) -> fx.Node:
 def insert_cast(source: fx.Node, dtype: torch.dtype, like: fx.Node | None = None) -> fx.Node:
     """Insert a cast of ``source`` right after it; ``like`` gives its provenance where source has none."""
     if _is_decomposed(source.graph):
-        node = insert_after(
-            source, prims.convert_element_type.default, (source, dtype), {}, like or source
-        )
+        node = insert_after(source, prims.convert_element_type.default, (source, dtype), {}, like or source)
     else:  # prims have no derivative, and an exported graph may still be trained
-        node = insert_after(
-            source, aten._to_copy.default, (source,), {"dtype": dtype}, like or source
-        )
+        node = insert_after(source, aten._to_copy.default, (source,), {"dtype": dtype}, like or source)
     node.meta[CAST] = True
     return node
 

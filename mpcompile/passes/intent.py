@@ -21,15 +21,15 @@ from mpcompile.passes.result import Change, PassResult
 from mpcompile.passes.rules import Rule, op_names, require_match
 
 MATMULS = frozenset(
-    """matmul mm bmm addmm baddbmm addbmm mv addmv linear einsum bilinear tensordot inner chain_matmul conv1d conv2d conv3d
-conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention flex_attention grouped_mm _grouped_mm
-multi_head_attention_forward __matmul__ __rmatmul__""".split()
+    """matmul mm bmm addmm baddbmm addbmm mv addmv linear einsum bilinear tensordot inner chain_matmul conv1d conv2d
+conv3d conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention flex_attention grouped_mm
+_grouped_mm multi_head_attention_forward __matmul__ __rmatmul__""".split()
 )
 """Torch-level calls that become LOW operators."""
 
 _VIEWS = frozenset(
-    """view reshape transpose permute t unsqueeze squeeze expand expand_as contiguous flatten unflatten swapaxes movedim
-__getitem__ getitem getattr chunk split mT""".split()
+    """view reshape transpose permute t unsqueeze squeeze expand expand_as contiguous flatten unflatten swapaxes
+movedim __getitem__ getitem getattr chunk split mT""".split()
 )
 
 _BIASES = {"linear": 2, "bilinear": 3, "addmm": 0, "baddbmm": 0, "addbmm": 0, "addmv": 0} | {
@@ -39,23 +39,15 @@ _BIASES = {"linear": 2, "bilinear": 3, "addmm": 0, "baddbmm": 0, "addbmm": 0, "a
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Where the graph's code stands in the compiled model; a graph after a graph break may be a part of it."""
+    """The names there are in the compiled model, of which a graph may see a part."""
 
-    prefix: str = ""
-    """Path of the graph's outermost module inside the compiled model."""
     modules: frozenset[str] = frozenset()
     """Every module path of the compiled model; empty where what was compiled is a plain function."""
     parameters: frozenset[str] = frozenset()
     """Every parameter name of the compiled model."""
 
-    def path(self, node: fx.Node) -> str:
-        """Path of the module a node belongs to, from the compiled model's root."""
-        return ".".join(filter(None, (self.prefix, module_path(node))))
 
-
-def read_intent(
-    gm: fx.GraphModule, policy: Policy, scope: Scope, parameters: dict[str, str]
-) -> PassResult:
+def read_intent(gm: fx.GraphModule, policy: Policy, scope: Scope, parameters: dict[str, str]) -> PassResult:
     """Mark every operation of a torch-level graph whose precision the user, or its inputs, decide.
 
     ``parameters`` maps placeholders to parameter names. The first that applies: an ``autocast(enabled=False)``
@@ -65,24 +57,18 @@ def read_intent(
     Raises ``ValueError`` for a rule that matches nothing, naming the nearest names.
     """
     _require_matches(gm, policy, scope, parameters)
-    return PassResult("read_intent", tuple(_mark(gm, policy, scope, parameters)))
+    return PassResult("read_intent", tuple(_mark(gm, policy, parameters)))
 
 
-def _mark(
-    gm: fx.GraphModule, policy: Policy, scope: Scope, parameters: dict[str, str]
-) -> Iterator[Change]:
+def _mark(gm: fx.GraphModule, policy: Policy, parameters: dict[str, str]) -> Iterator[Change]:
     for _, child in subgraphs(gm):
-        yield from _mark(child, policy, scope, {})
+        yield from _mark(child, policy, {})
     learned = _learned(gm)
     islands = _fp32_islands(gm)
     for node in gm.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        mark = (
-            _requested(node, islands)
-            or _ruled(node, policy, scope, parameters)
-            or _fixed(node, learned)
-        )
+        mark = _requested(node, islands) or _ruled(node, policy, parameters) or _fixed(node, learned)
         if mark is not None:
             node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: mark}
             precision, _, reason = mark.split("|", 2)
@@ -111,21 +97,17 @@ def _requested(node: fx.Node, islands: set[fx.Node]) -> str | None:
     return None
 
 
-def _ruled(
-    node: fx.Node, policy: Policy, scope: Scope, parameters: dict[str, str]
-) -> str | None:
+def _ruled(node: fx.Node, policy: Policy, parameters: dict[str, str]) -> str | None:
     for precision in ("fp32", "low"):
         for rule in policy.rules(precision):
-            if any(rule.matches(name) for name in _names(rule, node, scope, parameters)):
+            if any(rule.matches(name) for name in _names(rule, node, parameters)):
                 return f"{precision}|{precision} rule|rule {str(rule)!r}"
     return None
 
 
-def _names(
-    rule: Rule, node: fx.Node, scope: Scope, parameters: dict[str, str]
-) -> Iterable[str]:
+def _names(rule: Rule, node: fx.Node, parameters: dict[str, str]) -> Iterable[str]:
     if rule.kind == "module":
-        return (scope.path(node),)
+        return (module_path(node),)
     if rule.kind == "op":
         return op_names(call_name(node))
     return (parameters.get(source.name, "") for source in node.all_input_nodes)
@@ -143,15 +125,18 @@ def _learned(gm: fx.GraphModule) -> set[fx.Node]:
     # In the body of a higher-order op the inputs do not say what they are: they count as learned.
     is_body = not any("grapharg" in node.meta for node in gm.graph.find_nodes(op="placeholder"))
     for node in gm.graph.nodes:
-        if node.op == "placeholder" and (is_body or _is_learnable(node.meta.get("example_value"))):
-            learned.add(node)
-        elif node.op == "get_attr" and not isinstance(_attribute(gm, node), fx.GraphModule):
-            learned.add(node)
-        elif "wrap_for_grad" in call_name(node) or "create_differentiable" in call_name(node):
-            learned.add(node)
-        elif any(source in learned for source in node.all_input_nodes):
+        if _is_source_of_learning(gm, node, is_body) or any(source in learned for source in node.all_input_nodes):
             learned.add(node)
     return learned
+
+
+def _is_source_of_learning(gm: fx.GraphModule, node: fx.Node, is_body: bool) -> bool:
+    if node.op == "placeholder":
+        return is_body or _is_learnable(node.meta.get("example_value"))
+    if node.op == "get_attr":
+        return not isinstance(_attribute(gm, node), fx.GraphModule)
+    # torch.func.grad makes its inputs differentiable inside the graph.
+    return any(name in call_name(node) for name in ("wrap_for_grad", "create_differentiable"))
 
 
 def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
@@ -159,9 +144,7 @@ def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _is_learnable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (
-        isinstance(value, torch.nn.Parameter) or value.requires_grad
-    )
+    return isinstance(value, torch.Tensor) and (isinstance(value, torch.nn.Parameter) or value.requires_grad)
 
 
 def _fp32_islands(gm: fx.GraphModule) -> set[fx.Node]:
@@ -215,10 +198,8 @@ def _asked_for_fp32(node: fx.Node) -> bool:
     return name in ("to", "type", "_to_copy") and torch.float32 in given
 
 
-def _require_matches(
-    gm: fx.GraphModule, policy: Policy, scope: Scope, parameters: dict[str, str]
-) -> None:
-    here = {scope.path(node) for node in gm.graph.nodes}
+def _require_matches(gm: fx.GraphModule, policy: Policy, scope: Scope, parameters: dict[str, str]) -> None:
+    here = {module_path(node) for node in gm.graph.nodes}
     ancestors = {path.rsplit(".", depth)[0] for path in here for depth in range(path.count(".") + 1)}
     known = {
         "module": scope.modules or here | ancestors,
@@ -239,5 +220,3 @@ def where_marked(gm: fx.GraphModule) -> tuple[str, ...]:
     for name, child in subgraphs(gm):
         marks += [f"{name}/{mark}" for mark in where_marked(child)]
     return tuple(marks)
-
-

@@ -48,9 +48,7 @@ def lower_kernels(gm: fx.GraphModule, policy: Policy) -> PassResult:
         _narrow(node, operands, policy.dtype)
         _widen_result(node)
         low = str(policy.dtype)[6:]
-        changes.append(
-            Change(node.name, call_name(node), "float32", low, "kernel is chosen by dtype")
-        )
+        changes.append(Change(node.name, call_name(node), "float32", low, "kernel is chosen by dtype"))
     return PassResult("lower_kernels", tuple(changes))
 
 
@@ -58,8 +56,8 @@ def _operands(node: fx.Node) -> dict[str | int, Any]:
     names = _OPERANDS.get(call_name(node), ()) if node.op == "call_function" else ()
     if len(node.args) + len(node.kwargs) < len(names):
         return {}
-    by_position = dict(enumerate(node.args[: len(names)]))
-    by_name = {name: node.kwargs[name] for name in names if name in node.kwargs}
+    by_position: dict[str | int, Any] = dict(enumerate(node.args[: len(names)]))
+    by_name: dict[str | int, Any] = {name: node.kwargs[name] for name in names if name in node.kwargs}
     return {**by_position, **by_name} if len(by_position) + len(by_name) == len(names) else {}
 
 
@@ -117,9 +115,7 @@ def _set_argument(node: fx.Node, key: str | int, value: fx.Node) -> None:
         node.update_kwarg(key, value)
 
 
-def _call(
-    create: Callable[[Any, tuple[Any, ...]], fx.Node], target: Any, args: Any, like: fx.Node
-) -> fx.Node:
+def _call(create: Callable[[Any, tuple[Any, ...]], fx.Node], target: Any, args: Any, like: fx.Node) -> fx.Node:
     node = create(target, args)
     _inherit(node, like)
     node.meta["example_value"] = _run_fake(node)

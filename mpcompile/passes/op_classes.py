@@ -83,15 +83,9 @@ LOW_OPS: dict[str, Roles] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": Roles(
         ("grad_out", *_ATTENTION_BACKWARD), outputs=(0, 1, 2)
     ),
-    "_scaled_dot_product_flash_attention_backward": Roles(
-        ("grad_out", *_ATTENTION_BACKWARD), outputs=(0, 1, 2)
-    ),
-    "_scaled_dot_product_efficient_attention_backward": Roles(
-        ("grad_out_", *_ATTENTION_BACKWARD), outputs=(0, 1, 2)
-    ),
-    "_scaled_dot_product_cudnn_attention_backward": Roles(
-        ("grad_out", *_ATTENTION_BACKWARD), outputs=(0, 1, 2)
-    ),
+    "_scaled_dot_product_flash_attention_backward": Roles(("grad_out", *_ATTENTION_BACKWARD), outputs=(0, 1, 2)),
+    "_scaled_dot_product_efficient_attention_backward": Roles(("grad_out_", *_ATTENTION_BACKWARD), outputs=(0, 1, 2)),
+    "_scaled_dot_product_cudnn_attention_backward": Roles(("grad_out", *_ATTENTION_BACKWARD), outputs=(0, 1, 2)),
     # fused recurrent cells
     "mkldnn_rnn_layer": Roles(("input", "weight0", "weight1", "weight2", "weight3", "hx_", "cx_")),
 }
@@ -106,32 +100,36 @@ CHOSEN_FOR_FP32 = frozenset(
 meet. ``kernels`` casts such calls before the kernel is chosen; a graph that has them already keeps them in fp32."""
 
 _SUMS = """sum mean prod cumsum cumprod logsumexp logcumsumexp var std var_mean std_mean norm linalg_vector_norm
-linalg_matrix_norm nansum nanmean trace dot vdot dist cdist _cdist_forward _cdist_backward pdist _pdist_forward
-renorm quantile nanquantile histc"""
-_NORMS = """softmax _softmax log_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data
-layer_norm native_layer_norm native_layer_norm_backward group_norm native_group_norm native_group_norm_backward
+linalg_matrix_norm nansum nanmean trace dot vdot dist cdist _cdist_forward _cdist_backward pdist
+_pdist_forward renorm quantile nanquantile histc"""
+_NORMS = """softmax _softmax log_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data layer_norm
+native_layer_norm native_layer_norm_backward group_norm native_group_norm native_group_norm_backward
 rms_norm _fused_rms_norm _fused_rms_norm_backward batch_norm native_batch_norm native_batch_norm_backward
 _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
-batch_norm_with_update batch_norm_backward instance_norm local_response_norm normalize cosine_similarity
-_weight_norm_interface"""
+_batch_norm_with_update _batch_norm_with_update_functional _batch_norm_no_update batch_norm_backward
+instance_norm cudnn_batch_norm cudnn_batch_norm_backward miopen_batch_norm miopen_batch_norm_backward
+cosine_similarity _weight_norm_interface"""
 _LOSSES = """nll_loss nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss
 mse_loss_backward l1_loss smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward kl_div
-binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits soft_margin_loss cross_entropy_loss
-multi_margin_loss multilabel_margin_loss_forward poisson_nll_loss gaussian_nll_loss cosine_embedding_loss
-_ctc_loss _ctc_loss_backward ctc_loss triplet_margin_loss margin_ranking_loss hinge_embedding_loss"""
-_RANGE = """exp exp2 expm1 log log2 log10 log1p pow rsqrt reciprocal softplus softplus_backward tan sinh cosh acos asin
-acosh atanh erfinv erfc lgamma digamma polygamma special_zeta i0"""
-_LINALG = """_fft_r2c _fft_c2r _fft_c2c fft_rfft fft_irfft fft_fft fft_ifft linalg_inv inverse linalg_solve _linalg_solve_ex
-linalg_qr linalg_eigh _linalg_eigh linalg_svd _linalg_svd linalg_cholesky linalg_cholesky_ex linalg_det _linalg_det
-linalg_slogdet _linalg_slogdet linalg_lstsq linalg_matrix_exp matrix_exp linalg_inv_ex linalg_lu_factor_ex linalg_eig
-linalg_eigvals linalg_pinv linalg_lu lu_unpack triangular_solve linalg_solve_triangular cholesky_solve logdet"""
-_SCATTERS = """embedding_dense_backward embedding_bag _embedding_bag scatter_add index_add index_put index_put_ _index_put_impl_
-_unsafe_index_put scatter_reduce index_reduce segment_reduce bincount max_pool2d_with_indices_backward
-_adaptive_avg_pool2d_backward avg_pool2d_backward _unsafe_masked_index_put_accumulate"""
+binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits soft_margin_loss
+cross_entropy_loss multi_margin_loss multilabel_margin_loss_forward poisson_nll_loss
+cosine_embedding_loss _ctc_loss _ctc_loss_backward ctc_loss triplet_margin_loss margin_ranking_loss
+hinge_embedding_loss"""
+_RANGE = """exp exp2 expm1 log log2 log10 log1p pow rsqrt reciprocal softplus softplus_backward tan sinh cosh acos
+asin acosh atanh erfinv erfc lgamma digamma polygamma special_zeta i0"""
+_LINALG = """_fft_r2c _fft_c2r _fft_c2c fft_rfft fft_irfft fft_fft fft_ifft linalg_inv inverse linalg_solve
+_linalg_solve_ex linalg_qr linalg_eigh _linalg_eigh linalg_svd _linalg_svd linalg_cholesky
+linalg_cholesky_ex linalg_det _linalg_det linalg_slogdet _linalg_slogdet linalg_lstsq linalg_matrix_exp
+matrix_exp linalg_inv_ex linalg_lu_factor_ex linalg_eig linalg_eigvals linalg_pinv linalg_lu lu_unpack
+triangular_solve linalg_solve_triangular cholesky_solve logdet"""
+_SCATTERS = """embedding_dense_backward embedding_bag _embedding_bag scatter_add index_add index_put index_put_
+_index_put_impl_ _unsafe_index_put scatter_reduce index_reduce segment_reduce bincount
+max_pool2d_with_indices_backward _adaptive_avg_pool2d_backward avg_pool2d_backward
+_unsafe_masked_index_put_accumulate"""
 _COORDINATES = """grid_sampler grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward
-affine_grid_generator upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
-upsample_bicubic2d upsample_trilinear3d upsample_bilinear2d_backward upsample_bicubic2d_backward
-_upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
+affine_grid_generator upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
+upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d upsample_bilinear2d_backward
+upsample_bicubic2d_backward _upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
 
 FP32_GROUPS: dict[str, str] = {
     "sums many terms": _SUMS,
@@ -144,19 +142,17 @@ FP32_GROUPS: dict[str, str] = {
 }
 """FP32 ops by reason."""
 
-FP32_OPS: dict[str, str] = {
-    name: reason for reason, names in FP32_GROUPS.items() for name in names.split()
-}
+FP32_OPS: dict[str, str] = {name: reason for reason, names in FP32_GROUPS.items() for name in names.split()}
 
 EXACT_OPS = frozenset(
-    """view reshape _unsafe_view permute transpose t unsqueeze squeeze expand alias detach slice select clone contiguous split
-split_with_sizes chunk unbind as_strided diagonal unfold flip roll cat stack gather index _unsafe_index index_select
-embedding take masked_select masked_scatter constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d
-replication_pad2d slice_scatter select_scatter scatter repeat tile max min amax amin argmax argmin sort topk kthvalue mode
-median maximum minimum eq ne lt le gt ge isnan isinf isfinite where max_pool2d max_pool2d_with_indices
-_low_memory_max_pool_with_offsets empty full zeros ones empty_like full_like zeros_like ones_like copy lift_fresh_copy
-convert_element_type _to_copy getitem tril triu relu threshold neg abs sign logical_not masked_fill broadcast_in_dim
-searchsorted bucketize""".split()
+    """view reshape _unsafe_view permute transpose t unsqueeze squeeze expand alias detach slice select clone
+contiguous split split_with_sizes chunk unbind as_strided diagonal unfold flip roll cat stack gather index
+_unsafe_index index_select embedding take masked_select masked_scatter constant_pad_nd reflection_pad1d
+reflection_pad2d replication_pad1d replication_pad2d slice_scatter select_scatter scatter repeat tile max min
+amax amin argmax argmin sort topk kthvalue mode median maximum minimum eq ne lt le gt ge isnan isinf isfinite
+where max_pool2d max_pool2d_with_indices _low_memory_max_pool_with_offsets empty full zeros ones empty_like
+full_like zeros_like ones_like copy lift_fresh_copy convert_element_type _to_copy getitem tril triu relu
+threshold neg abs sign logical_not masked_fill broadcast_in_dim searchsorted bucketize""".split()
 )
 
 RANKING_OPS = frozenset(
@@ -187,6 +183,7 @@ def register_op(
 
 
 def _qualified_name(op: Any) -> str:
+    name: Any
     if isinstance(op, str):
         name = op
     elif isinstance(op, torch._ops.OpOverload):
@@ -194,10 +191,8 @@ def _qualified_name(op: Any) -> str:
     else:
         name = getattr(op, "_qualified_op_name", None) or getattr(op, "_qualname", "")
     if "::" not in name:
-        raise TypeError(
-            f"register_op needs an operator or a name such as 'mylib::op', got {op!r}."
-        )
-    return name.removeprefix("aten::")
+        raise TypeError(f"register_op needs an operator or a name such as 'mylib::op', got {op!r}.")
+    return str(name).removeprefix("aten::")
 
 
 def registered_ops() -> tuple[tuple[str, str], ...]:
@@ -224,7 +219,7 @@ def classify(target: Any) -> OpClass:
 # Elementwise in the mathematical sense, though torch does not tag them so; pooling averages a few neighbours.
 _FOLLOW = frozenset(
     """fma native_dropout dropout bernoulli avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d glu glu_backward prelu
-gelu_backward silu_backward add_relu tanh_backward sigmoid_backward native_dropout_backward threshold_backward
+gelu_backward silu_backward tanh_backward sigmoid_backward native_dropout_backward threshold_backward
 leaky_relu_backward elu_backward hardtanh_backward hardswish_backward hardsigmoid_backward mish_backward""".split()
 )
 

@@ -26,9 +26,7 @@ PASSES: tuple[Pass, ...] = (
 )
 
 
-def run_passes(
-    gm: fx.GraphModule, policy: Policy, passes: tuple[Pass, ...] = PASSES
-) -> tuple[PassResult, ...]:
+def run_passes(gm: fx.GraphModule, policy: Policy, passes: tuple[Pass, ...] = PASSES) -> tuple[PassResult, ...]:
     """Rewrite ``gm`` in place for mixed precision and return what every pass changed.
 
     ``gm`` is any functional ATen graph whose nodes carry fake values in ``meta["val"]``: a joint graph from
@@ -43,23 +41,19 @@ def run_passes(
     return _rewrite(gm, policy, passes)
 
 
-def _rewrite(
-    gm: fx.GraphModule, policy: Policy, passes: tuple[Pass, ...]
-) -> tuple[PassResult, ...]:
+def _rewrite(gm: fx.GraphModule, policy: Policy, passes: tuple[Pass, ...]) -> tuple[PassResult, ...]:
     inner = [result for _, child in subgraphs(gm) for result in _rewrite(child, policy, passes)]
     return (*_run(gm, policy, passes), *inner)
 
 
-def _run(
-    gm: fx.GraphModule, policy: Policy, passes: tuple[Pass, ...]
-) -> tuple[PassResult, ...]:
+def _run(gm: fx.GraphModule, policy: Policy, passes: tuple[Pass, ...]) -> tuple[PassResult, ...]:
     results = []
     for apply in passes:
         before = signature(gm)
         result = apply(gm, policy)
         results.append(result)
+        _erase_unused(gm)  # also what a pass made before it found that it had to refuse
         if result.changed:
-            _erase_unused(gm)
             verify(before, gm, result.name)
             gm.recompile()
     return tuple(results)

@@ -29,9 +29,7 @@ class Rule:
         if self.kind != "module":
             return fnmatchcase(name, self.pattern)
         parts = name.split(".") if name else []
-        return any(
-            fnmatchcase(".".join(parts[:depth]), self.pattern) for depth in range(1, len(parts) + 1)
-        )
+        return any(fnmatchcase(".".join(parts[:depth]), self.pattern) for depth in range(1, len(parts) + 1))
 
 
 def parse_rule(text: str) -> Rule:

@@ -15,6 +15,7 @@ from mpcompile.passes.graph import (
     aten,
     dtype_of,
     insert_cast,
+    is_cast,
     is_getitem,
     is_partial_view,
     is_view,
@@ -66,12 +67,9 @@ def share_low_copies(gm: fx.GraphModule, policy: Policy) -> PassResult:
     return PassResult("share_low_copies", tuple(changes))
 
 
-
-
 def _feeds_convolution(low: fx.Node) -> bool:
     return any(
-        "convolution" in packet_name(user.target) or (is_view(user) and _feeds_convolution(user))
-        for user in low.users
+        "convolution" in packet_name(user.target) or (is_view(user) and _feeds_convolution(user)) for user in low.users
     )
 
 
@@ -91,7 +89,7 @@ def _accumulates(reader: fx.Node) -> bool:
 
 def _reads_unrounded(reader: fx.Node) -> bool:
     """Whether a reader must see the value before rounding, itself or through views of it."""
-    if reader.op != "call_function":
+    if reader.op != "call_function" or is_cast(reader):
         return True
     if is_view(reader) or is_partial_view(reader) or is_getitem(reader):
         return any(_reads_unrounded(user) for user in reader.users)

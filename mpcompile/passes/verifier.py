@@ -47,16 +47,10 @@ def signature(gm: fx.GraphModule) -> Signature:
     """The promises of a graph as it is now."""
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     outputs = tree_leaves(_output(gm).args[0])
-    aliases = frozenset(
-        (index, root)
-        for index, output in enumerate(outputs)
-        if isinstance(output, fx.Node)
-        for root in _roots(output)
-    )
     return Signature(
         inputs=tuple(node.name for node in inputs),
         outputs=tuple(_layout(output) for output in outputs),
-        aliases=aliases,
+        aliases=frozenset(_aliases(outputs)),
         mutations=sum(_mutates(node) for node in gm.graph.nodes),
     )
 
@@ -67,6 +61,8 @@ def verify(before: Signature, gm: fx.GraphModule, pass_name: str) -> None:
     after = signature(gm)
     if before.inputs != after.inputs:
         raise PassError(f"{pass_name} changed the graph's inputs.")
+    if len(before.outputs) != len(after.outputs):
+        raise PassError(f"{pass_name} changed the number of outputs.")
     for index, (old, new) in enumerate(zip(before.outputs, after.outputs, strict=True)):
         if old != new:
             raise PassError(f"{pass_name} changed output {index} from {old} to {new}.")
@@ -80,7 +76,9 @@ def verify(before: Signature, gm: fx.GraphModule, pass_name: str) -> None:
 
 
 def _output(gm: fx.GraphModule) -> fx.Node:
-    return next(iter(gm.graph.find_nodes(op="output")))
+    (output,) = gm.graph.find_nodes(op="output")
+    assert isinstance(output, fx.Node)
+    return output
 
 
 def _layout(output: Any) -> str:
@@ -91,14 +89,25 @@ def _layout(output: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)} strides {stride}"
 
 
-def _roots(node: fx.Node) -> Iterator[str]:
-    """The graph inputs whose memory a node is a view of."""
+def _aliases(outputs: list[Any]) -> Iterator[tuple[int, str]]:
+    """The outputs that are views of a graph input or of an output before them, with what they are views of."""
+    first: dict[fx.Node, int] = {}
+    for index, output in enumerate(outputs):
+        if isinstance(output, fx.Node):
+            root = _root(output)
+            if root.op == "placeholder":
+                yield index, root.name
+            elif first.setdefault(root, index) != index:
+                yield index, f"output {first[root]}"
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The node whose memory a node is a view of."""
     while node.op == "call_function" and is_view(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node = source
-    if node.op == "placeholder":
-        yield node.name
+    return node
 
 
 def _mutates(node: fx.Node) -> bool:

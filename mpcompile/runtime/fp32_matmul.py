@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+_BACKENDS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

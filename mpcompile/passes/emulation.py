@@ -1,0 +1,79 @@
+"""Compute low products in the fp32 kernel, for a device without instructions for the low type.
+
+Its own low kernels are loops, tens of times slower than fp32. A product of two rounded values, summed in fp32, is what
+a low matmul is; only the speed differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from mpcompile.passes.graph import (
+    dtype_of,
+    insert_cast,
+    is_getitem,
+    op_name,
+    refresh,
+    replace_arguments,
+    tensor,
+)
+from mpcompile.passes.op_classes import OpClass, classify, roles_of
+from mpcompile.passes.policy import Policy
+from mpcompile.passes.result import Change, PassResult
+
+
+def emulate_low_products(gm: fx.GraphModule, policy: Policy) -> PassResult:
+    """Widen the operands of every low operation right before it and round its result right after.
+
+    before:  mm = aten.mm(x_low, w_low)                                   # bf16
+    after:   mm = aten.mm(convert(x_low, f32), convert(w_low, f32))       # f32
+             mm_low = convert(mm, bf16)
+
+    Legal because widening is exact and a low kernel accumulates in fp32 and rounds once. Runs on the forward and the
+    backward graph after partitioning, so what is saved between them stays low. Leaves alone: operations with fp32
+    operands, and operators outside the table (a custom kernel decides for itself).
+    """
+    changes = []
+    wide: dict[fx.Node, fx.Node] = {}
+    for node in list(gm.graph.nodes):
+        roles = roles_of(node.target) if node.op == "call_function" else None
+        if roles is None or classify(node.target) is not OpClass.LOW:
+            continue
+        if not any(dtype_of(source) is policy.dtype for source in node.all_input_nodes):
+            continue
+        _widen_operands(node, roles.operands, policy.dtype, wide)
+        _round_results(node, roles.outputs, policy.dtype)
+        changes.append(Change(node.name, op_name(node), str(policy.dtype)[6:], "float32", "emulated"))
+    return PassResult("emulate_low_products", tuple(changes))
+
+
+def _widen_operands(node: fx.Node, operands: tuple[str, ...], low: torch.dtype, wide: dict[fx.Node, fx.Node]) -> None:
+    def widened(source: fx.Node) -> fx.Node:
+        if dtype_of(source) is not low:
+            return source
+        if source not in wide:
+            wide[source] = insert_cast(source, torch.float32)
+        return wide[source]
+
+    def widen(name: str, value: Any) -> Any:
+        return map_arg(value, widened) if name in operands else value
+
+    replace_arguments(node, widen)
+    refresh(node)
+
+
+def _round_results(node: fx.Node, outputs: tuple[int, ...], low: torch.dtype) -> None:
+    if tensor(node) is not None:
+        results = [node]
+    else:
+        results = [user for user in node.users if is_getitem(user) and user.args[1] in outputs]
+        for item in results:
+            item.meta["val"] = node.meta["val"][item.args[1]]
+    for result in results:
+        rounded = insert_cast(result, low)
+        result.replace_all_uses_with(rounded)
+        rounded.args = (result, *rounded.args[1:])

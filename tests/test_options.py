@@ -1,0 +1,173 @@
+"""The options a user gives: what is accepted, what is refused and in which words, what they decide."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from mpcompile.notices import MixprecError
+from mpcompile.options import Options
+from mpcompile.passes import Policy
+from tests.test_programs import mixprec
+
+VALUES = [
+    ("dtype", "float16", "'auto', 'bf16', 'fp16'"),
+    ("dtype", torch.bfloat16, "'auto', 'bf16', 'fp16'"),
+    ("policy", "torch", "'default', 'fp32', 'a mpcompile.passes.Policy'"),
+    ("loss_scale", "dynamic", "'auto', None, 'external'"),
+    ("loss_scale", 1024, "'auto', None, 'external'"),
+    ("fp32_matmul", "high", "'inherit', 'ieee', 'tf32'"),
+    ("numerics", "exact", "'fast', 'strict'"),
+    ("strict", 1, "False, True"),
+    ("strict", "yes", "False, True"),
+    ("compiler", "eager", "'inductor', 'aot_eager', 'reference'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "accepted"), VALUES)
+def test_a_value_that_is_not_accepted_raises_with_those_that_are(name: str, value: Any, accepted: str) -> None:
+    with pytest.raises(ValueError, match="Option") as caught:
+        Options.parse({name: value})
+    assert f"`{name}` must be one of {accepted}" in str(caught.value)
+    assert f"got {value!r}" in str(caught.value)
+
+
+def test_an_unknown_option_raises_with_the_nearest_and_all_names() -> None:
+    with pytest.raises(ValueError, match="Unknown option 'dtyp'") as caught:
+        Options.parse({"dtyp": "bf16"})
+    message = str(caught.value)
+    assert "Did you mean 'dtype'?" in message
+    for name in ("dtype", "policy", "fp32", "low", "loss_scale", "fp32_matmul", "numerics", "strict", "inductor"):
+        assert name in message.partition("Accepted:")[2], name
+
+
+def test_an_option_like_no_other_raises_without_a_guess() -> None:
+    with pytest.raises(ValueError, match="Unknown option 'zzz'") as caught:
+        Options.parse({"zzz": 1})
+    assert "Did you mean" not in str(caught.value)
+
+
+CONTRADICTIONS = [
+    ({"policy": Policy(), "dtype": "bf16"}, "either options `dtype`, `fp32` and `low` or a Policy"),
+    ({"policy": Policy(), "fp32": ["a"]}, "either options `dtype`, `fp32` and `low` or a Policy"),
+    ({"policy": Policy(), "low": ["a"]}, "either options `dtype`, `fp32` and `low` or a Policy"),
+    ({"policy": "fp32", "dtype": "bf16"}, "contradicts options `dtype` and `low`"),
+    ({"policy": "fp32", "low": ["a"]}, "contradicts options `dtype` and `low`"),
+    ({"loss_scale": "external", "dtype": "bf16"}, "bf16 needs no loss scale"),
+    ({"inductor": {"max_autotune": True}, "compiler": "aot_eager"}, "needs compiler='inductor', got .*'aot_eager'"),
+    ({"fp32": ["a"], "low": ["a"]}, "Rule 'a' is in both `fp32` and `low`"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CONTRADICTIONS)
+def test_contradictions_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options.parse(options)
+
+
+def test_policy_fp32_may_come_with_fp32_rules() -> None:
+    assert Options.parse({"policy": "fp32", "fp32": ["a"]}).resolve_policy(torch.bfloat16).is_fp32
+
+
+@pytest.mark.parametrize("key", ["fp32", "low"])
+@pytest.mark.parametrize("value", ["op:softmax", [1], [["a"]]])
+def test_rules_must_be_a_list_of_strings(key: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"Option `{key}` must be a list of strings"):
+        Options.parse({key: value})
+
+
+@pytest.mark.parametrize("rule", ["layer:a", "op:", "op:  ", ""])
+def test_a_rule_that_is_no_rule_raises_with_the_forms_there_are(rule: str) -> None:
+    with pytest.raises(ValueError, match="is not understood; write a module path such as 'layers"):
+        Options.parse({"fp32": [rule]})
+
+
+def test_inductor_settings_must_be_a_dict() -> None:
+    with pytest.raises(TypeError, match="Option `inductor` must be a dict"):
+        Options.parse({"inductor": ["max_autotune"]})
+
+
+def test_lists_and_tuples_of_rules_are_the_same() -> None:
+    as_list = Options.parse({"fp32": ["a", "op:softmax"], "low": ["b"]})
+    assert as_list == Options.parse({"fp32": ("a", "op:softmax"), "low": ("b",)})
+    assert as_list.fp32 == ("a", "op:softmax")
+
+
+def test_no_options_are_the_defaults() -> None:
+    assert Options.parse(None) == Options.parse({}) == Options()
+
+
+def test_the_given_dict_is_not_kept() -> None:
+    given = {"inductor": {"max_autotune": True}}
+    options = Options.parse(given)
+    given["inductor"]["max_autotune"] = False
+    assert options.inductor["max_autotune"] is True
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        options.inductor["max_autotune"] = False  # type: ignore[index]
+
+
+RESOLVED = [
+    ({}, torch.float16),
+    ({"dtype": "bf16"}, torch.bfloat16),
+    ({"dtype": "fp16"}, torch.float16),
+    ({"policy": "fp32"}, torch.float32),
+    ({"policy": Policy(dtype=torch.bfloat16, fp32=("op:mm",))}, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("options", "dtype"), RESOLVED)
+def test_the_policy_has_the_chosen_dtype(options: dict[str, Any], dtype: torch.dtype) -> None:
+    assert Options.parse(options).resolve_policy(automatic=torch.float16).dtype is dtype
+
+
+def test_rules_reach_the_policy() -> None:
+    options = Options.parse({"dtype": "bf16", "fp32": ["a"], "low": ["op:add"]})
+    assert options.resolve_policy(torch.float32) == Policy(dtype=torch.bfloat16, fp32=("a",), low=("op:add",))
+
+
+def test_a_policy_is_taken_as_it_is() -> None:
+    policy = Policy(dtype=torch.float16, fp32=("op:mm",))
+    assert Options.parse({"policy": policy}).resolve_policy(torch.float32) is policy
+
+
+def test_the_key_is_strings_that_pickle() -> None:
+    key = Options.parse({"loss_scale": None}).key()
+    assert all(isinstance(part, str) for part in key)
+    assert pickle.loads(pickle.dumps(key)) == key
+
+
+def _train(**options: Any) -> nn.Module:
+    model = nn.Linear(8, 4)
+    mixprec(model, dtype="fp16", **options)(torch.randn(3, 8)).sum().backward()
+    return model
+
+
+def test_training_in_fp16_without_a_loss_scale_raises_with_the_ways_out() -> None:
+    with pytest.raises(BackendCompilerFailed, match="Training in fp16 needs a loss scale") as caught:
+        _train()
+    assert isinstance(caught.value.inner_exception, MixprecError)
+    for way in ("dtype='bf16'", "loss_scale='external'", "loss_scale=None", "torch.amp.GradScaler"):
+        assert way in str(caught.value), way
+
+
+@pytest.mark.parametrize("loss_scale", [None, "external"])
+def test_training_in_fp16_runs_where_the_loss_scale_is_settled(loss_scale: str | None) -> None:
+    gradient = _train(loss_scale=loss_scale).weight.grad
+    assert gradient is not None
+    assert gradient.dtype is torch.float32
+    assert bool(gradient.any())
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_inference_in_fp16_needs_no_loss_scale(context: Any) -> None:
+    with context():
+        output = mixprec(nn.Linear(8, 4), dtype="fp16")(torch.randn(3, 8))
+    assert output.dtype is torch.float32
+
+
+def test_a_frozen_model_needs_no_loss_scale_in_fp16() -> None:
+    output = mixprec(nn.Linear(8, 4).requires_grad_(False), dtype="fp16")(torch.randn(3, 8))
+    assert output.dtype is torch.float32
