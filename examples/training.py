@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -41,9 +43,7 @@ class Trainee:
 
     def __post_init__(self) -> None:
         self.compiled = torch.compile(self.model, backend=self.backend, options=self.options)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.1
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
         self.scheduler = LambdaLR(self.optimizer, lambda step: schedule(step, self.steps))
 
     def step(self, batch: Batch) -> Tensor:
@@ -81,18 +81,20 @@ class Trainee:
 
 
 @dataclass(kw_only=True)
-class AutocastTrainee(Trainee):
-    """The same model trained the usual way: an autocast context, and for fp16 a GradScaler."""
+class ScaledTrainee(Trainee):
+    """The loop of autocast: a context around the forward, and for fp16 a GradScaler."""
 
     dtype: torch.dtype
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.device = next(self.model.parameters()).device.type
-        self.scaler = torch.amp.GradScaler(self.device, enabled=self.dtype is torch.float16)
+        device = next(self.model.parameters()).device.type
+        self.scaler = torch.amp.GradScaler(device, enabled=self.dtype is torch.float16)
 
     def step(self, batch: Batch) -> Tensor:
-        with torch.autocast(self.device, self.dtype):
+        """Take one training step, with everything that autocast asks of a loop."""
+        with self.context():
             loss: Tensor = self.compiled(*batch)
         self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)

@@ -23,7 +23,7 @@ FALLS_BACK_TO_EAGER = exceptions_that_fall_back()
 
 def before_compiling(gm: fx.GraphModule, options: Options, policy: Policy, site: Site) -> None:
     """Warn of what the graph and the model show by themselves; raise for fp16 training without a loss scale."""
-    if options.policy == "fp32":
+    if policy.is_fp32 and options.policy != "default":
         return
     _check_auto(options, policy)
     _check_loss_scale(gm, options, policy)

@@ -26,11 +26,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from mpcompile.device import has_native_bf16
+from mpcompile.device import has_native_bf16, has_native_fp16
 from mpcompile.inspection.report import Recorder, snapshot
 from mpcompile.passes import Policy, run_passes
 from mpcompile.passes.emulation import emulate_low_products
-from mpcompile.passes.graph import DECOMPOSED, PARAMETER, subgraphs
+from mpcompile.passes.graph import DECOMPOSED, PARAMETER, is_backward, subgraphs
 from mpcompile.passes.op_classes import registered_ops
 from mpcompile.torch_compat import input_index
 
@@ -59,6 +59,7 @@ class JointPass(CustomGraphPass):
         assert gm is not None
         stable_topological_sort(graph)  # Inductor's patterns leave the graph unsorted until their last pass
         _mark_decomposed(gm)
+        _mark_backward(graph)
         self._name_parameters(graph)
         before = snapshot(gm)
         self._recorder.add(before, gm, run_passes(gm, self.policy))
@@ -73,8 +74,9 @@ class JointPass(CustomGraphPass):
         return _is_on_cpu(inputs) and not self._pinned
 
     def needs_emulation(self, inputs: Sequence[Any]) -> bool:
-        """Whether low products must be computed in fp32 kernels: bf16 on a CPU without instructions for it."""
-        return self.policy.dtype is torch.bfloat16 and _is_on_cpu(inputs) and not has_native_bf16(torch.device("cpu"))
+        """Whether low products must be computed in fp32 kernels: on a CPU without instructions for the low type."""
+        native = has_native_fp16 if self.policy.dtype is torch.float16 else has_native_bf16
+        return not self.policy.is_fp32 and _is_on_cpu(inputs) and not native(torch.device("cpu"))
 
     def uuid(self) -> tuple[Any, ...]:
         """The cache key: node metadata is in no cache key of torch, so the resolved decisions must be in this one."""
@@ -122,6 +124,13 @@ def _is_on_cpu(inputs: Sequence[Any]) -> bool:
     return all(value.device.type == "cpu" for value in inputs if isinstance(value, torch.Tensor))
 
 
+def _mark_backward(graph: fx.Graph) -> None:
+    """Mark what depends on a gradient: autograd does not tag the backward of a custom ``autograd.Function``."""
+    for node in graph.nodes:
+        if node.op != "output" and any(map(is_backward, node.all_input_nodes)):
+            node.meta["autograd_backward"] = True
+
+
 @functools.cache
 def _source_hash() -> str:
     """Hash of the package's source, so that an edited pass never meets code compiled by an older one."""
@@ -152,12 +161,17 @@ def compile_with_inductor(
 ) -> Compiled:
     """Compile through Inductor; ``settings`` are Inductor's own configuration."""
     hook = "joint_custom_post_pass" if joint.runs_after_patterns(inputs) else "joint_custom_pre_pass"
-    if hook in settings:
-        raise ValueError(f"Inductor's {hook} is where mixprec runs; it cannot be an option as well.")
-    patches = {**settings, hook: joint}
+    own: dict[str, Any] = {hook: joint}
+    if _is_on_cpu(inputs) and any("flex_attention" in str(node.target) for node in gm.graph.nodes):
+        # Inductor's kernel for it on a CPU raises where an operation, such as a cast, is fused behind it.
+        settings = {"epilogue_fusion": False, **settings}
     if joint.needs_emulation(inputs):
-        patches.setdefault("post_grad_custom_pre_pass", EmulationPass(joint.policy))
-    compiled: Compiled = compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[assignment]
+        own["post_grad_custom_pre_pass"] = EmulationPass(joint.policy)
+        # Inductor drops a rounding inside a kernel unless told; emulated products are of rounded values.
+        settings = {**settings, "emulate_precision_casts": True}
+    if taken := own.keys() & settings.keys():
+        raise ValueError(f"Inductor's {min(taken)} is where mixprec runs; it cannot be an option as well.")
+    compiled: Compiled = compile_fx(gm, list(inputs), config_patches={**settings, **own})  # type: ignore[assignment]
     return compiled
 
 

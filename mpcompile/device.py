@@ -21,6 +21,15 @@ def has_native_bf16(device: torch.device) -> bool:
     return device.type in ("xpu", "mps", "hpu")
 
 
+def has_native_fp16(device: torch.device) -> bool:
+    """Whether matmuls in fp16 have hardware on ``device``."""
+    if device.type == "cpu":
+        if platform.machine() in ("aarch64", "arm64"):
+            return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+        return torch.cpu._is_amx_fp16_supported()
+    return device.type in ("cuda", "xpu", "mps", "hpu")
+
+
 def automatic_dtype(device: torch.device) -> torch.dtype:
     """bf16 where it is native, else fp16 on CUDA, else fp32 (nothing to gain)."""
     if has_native_bf16(device):

@@ -32,6 +32,8 @@ class Site:
     """The object that stands for the ``torch.compile`` call; None when a backend is called by hand."""
     root: nn.Module | None
     """The compiled model; None where a plain function was compiled."""
+    function: Any
+    """The compiled function; None where a model was compiled."""
     scope: Scope
     """The names there are in the model."""
     locals: Mapping[str, str]
@@ -42,9 +44,11 @@ def find_site() -> Site:
     """Find the ``torch.compile`` call and the model whose graph is being compiled, up the Python stack.
 
     Relies on: ``_TorchCompileWrapper.__call__`` calls the backend; ``OutputGraph.local_scope`` holds the frame's
-    locals; a compiled module is called through ``OptimizedModule`` or ``nn.Module._compiled_call_impl``.
+    locals; a compiled module is called through ``OptimizedModule`` or ``nn.Module._compiled_call_impl``; a compiled
+    function ``fn`` through ``compile_wrapper``.
     """
     compiled: Any = None
+    function: Any = None
     variables: dict[str, Any] | None = None
     for frame in _frames():
         owner = frame.f_locals.get("self")
@@ -53,8 +57,10 @@ def find_site() -> Site:
         elif variables is None and isinstance(owner, OutputGraph):
             variables = dict(owner.local_scope)
         elif root := _compiled_module(owner):
-            return Site(compiled, root, _scope(root), _module_locals(root, variables or {}))
-    return Site(compiled, None, Scope(), {})
+            return Site(compiled, root, None, _scope(root), _module_locals(root, variables or {}))
+        elif function is None and frame.f_code.co_name == "compile_wrapper":
+            function = frame.f_locals.get("fn")
+    return Site(compiled, None, function, Scope(), {})
 
 
 def _frames() -> Iterator[FrameType]:
@@ -100,6 +106,16 @@ def compile_call(compiled: Any) -> Any:
         context = next((c.cell_contents for c in cells if hasattr(_content(c), "callback")), None)
     backend = innermost_backend(context.callback) if context is not None else None
     return backend if isinstance(backend, _CompileWrapper) else None
+
+
+def subject_of(compiled: Any) -> Any:
+    """The model or function behind what ``torch.compile`` or ``Module.compile`` gave.
+
+    Relies on: ``OptimizedModule._orig_mod``, and ``_torchdynamo_orig_callable`` of a compiled function.
+    """
+    if isinstance(compiled, OptimizedModule):
+        return compiled._orig_mod
+    return getattr(compiled, "_torchdynamo_orig_callable", compiled)
 
 
 def _content(cell: Any) -> Any:
@@ -148,6 +164,7 @@ def name_modules(gm: fx.GraphModule, local_modules: Mapping[str, str]) -> None:
 
 
 _LOCAL = re.compile(r"^L\['([^']+)'\]")
+_VARIABLE = re.compile(r"^[LG]\['([^']+)'\]$")
 
 
 def _from_root(spelled: str, local_modules: Mapping[str, str]) -> str:
@@ -161,6 +178,8 @@ def _from_root(spelled: str, local_modules: Mapping[str, str]) -> str:
 def parameters_of(gm: fx.GraphModule, local_modules: Mapping[str, str]) -> dict[str, str]:
     """Parameter name, from the compiled model's root, of every placeholder that is a parameter.
 
+    One that a function reads from a variable of its own has the variable's name.
+
     Relies on: ``meta["grapharg"].source.name``, a property (a method before torch 2.12), spelled like
     ``L['self']._modules['layer']._parameters['weight']``.
     """
@@ -168,8 +187,9 @@ def parameters_of(gm: fx.GraphModule, local_modules: Mapping[str, str]) -> dict[
     for node in gm.graph.find_nodes(op="placeholder"):
         if isinstance(node.meta.get("example_value"), nn.Parameter) and "grapharg" in node.meta:
             source = node.meta["grapharg"].source
-            spelled = source.name() if callable(source.name) else source.name
-            names[node.name] = normalise_path(_from_root(str(spelled), local_modules))
+            spelled = str(source.name() if callable(source.name) else source.name)
+            variable = _VARIABLE.match(spelled)
+            names[node.name] = variable[1] if variable else normalise_path(_from_root(spelled, local_modules))
     return names
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,6 +70,14 @@ def _name_parameters(graph: fx.GraphModule, order: list[str], parameters: dict[s
             node.meta[PARAMETER] = parameters[order[index]]
 
 
+def exported(model: torch.nn.Module, *inputs: Any) -> fx.GraphModule:
+    """The forward graph of a model, as ``torch.export`` records and decomposes it."""
+    with warnings.catch_warnings():
+        # torch.export copies its own pytree specs in a way that its own code deprecates.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated", category=FutureWarning)
+        return torch.export.export(model, inputs).run_decompositions().graph_module
+
+
 def flat(value: Any) -> list[torch.Tensor]:
     """The tensors of a result, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -120,9 +129,7 @@ def inserted_casts(gm: fx.GraphModule, dtype: torch.dtype | None = None) -> list
 def count_casts(gm: fx.GraphModule) -> Counter[tuple[str, torch.dtype, bool]]:
     """How often each value is cast to each dtype, in forward and in backward."""
     return Counter(
-        (node.args[0].name, node.meta["val"].dtype, is_backward(node))
-        for node in calls(gm)
-        if is_cast(node)
+        (node.args[0].name, node.meta["val"].dtype, is_backward(node)) for node in calls(gm) if is_cast(node)
     )
 
 
@@ -141,14 +148,12 @@ def reasons(results: Sequence[PassResult] | PassResult) -> list[str]:
 
 def double(value: Any) -> Any:
     """The same values with every floating-point tensor in fp64."""
-    return tree_map(
-        lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, value
-    )
+    return tree_map(lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, value)
 
 
 def relative_error(found: torch.Tensor, truth: torch.Tensor) -> float:
     """Norm of the error over the norm of the truth, in fp64."""
-    found, truth = found.double(), truth.double()
+    found, truth = found.detach().double(), truth.detach().double()
     return float((found - truth).norm() / truth.norm().clamp_min(1e-30))
 
 

@@ -269,3 +269,28 @@ def test_ops_keep_their_order() -> None:
     gm = lowered(lambda x, w: (x @ w).relu().sum(), A, torch.randn(4, 4))
     computing = [op for op in ops(gm) if "_to_copy" not in op]
     assert computing == ["aten.mm.default", "aten.relu.default", "aten.sum.default"]
+
+
+FOLDS: dict[str, tuple[Callable[..., Any], int]] = {
+    "back from a widening": (lambda x: x.float().bfloat16().neg(), 0),
+    "back from a widening, through a view": (lambda x: x.float().t().bfloat16().neg(), 0),
+    "back from a widening, through a split": (lambda x: (x.float().split(2)[0].bfloat16().neg(), x.split(2)[1]), 0),
+    "a narrowing and a widening (a rounding)": (lambda x: x.neg().half().bfloat16(), 2),
+    "to the other 16-bit type": (lambda x: x.float().half().neg(), 2),
+    "an output would alias an input": (lambda x: x.float().bfloat16(), 2),
+    "an output would alias an input, through views": (lambda x: x.float().t().bfloat16()[None], 2),
+    "an output would alias an output": (lambda x: ((y := x.neg()), y.float().bfloat16()), 2),
+    "lays a slice out anew": (lambda x: x[:, :2].float().bfloat16().view(8).neg(), 2),
+}
+
+
+@pytest.mark.parametrize("case", FOLDS)
+def test_casts_of_the_user_that_stay(case: str) -> None:
+    fn, casts = FOLDS[case]
+    x = A.bfloat16()
+    gm = trace(fn, x)
+    before, truth = text(gm), flat(gm(x))
+    results = run_passes(gm, BF16, CASTS)
+    assert sum("_to_copy" in op for op in ops(gm)) == casts
+    assert (reasons(results) == [] and text(gm) == before) is bool(casts)
+    assert all(torch.equal(one, other) for one, other in zip(flat(gm(x)), truth, strict=True))

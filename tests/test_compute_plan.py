@@ -262,9 +262,7 @@ def test_low_rule_wins_over_the_class() -> None:
         ("param:head.wieght", "parameter", "head.weight"),
     ],
 )
-def test_rule_that_matches_nothing_raises(
-    model_graph: fx.GraphModule, rule: str, noun: str, near: str
-) -> None:
+def test_rule_that_matches_nothing_raises(model_graph: fx.GraphModule, rule: str, noun: str, near: str) -> None:
     with pytest.raises(ValueError, match=f"Rule '{rule}' matches no {noun}.*'{near}'"):
         run_passes(model_graph, Policy(fp32=(rule,)))
 

@@ -58,7 +58,7 @@ def error(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
     assert len(found) == len(truth) > 0
     for one, other in zip(found, truth, strict=True):
         assert one.shape == other.shape
-    difference = sum((a.double() - b.double()).square().sum() for a, b in zip(found, truth))
+    difference = sum((a.double() - b.double()).square().sum() for a, b in zip(found, truth, strict=True))
     return float(difference.sqrt() / sum(b.double().square().sum() for b in truth).sqrt())
 
 
@@ -135,7 +135,15 @@ def check(
     assert_close(mixed, exact, bound)
     assert _kinds(mixed) == _kinds(plain)
     assert low_matmuls(compiled) == low
+    assert_casts_are_shared(compiled)
     return compiled
+
+
+def assert_casts_are_shared(compiled: Any) -> None:
+    """No value is cast twice to one dtype, in forward or in backward."""
+    for graph in (graph for report in mpcompile.reports(compiled) for graph in report.graphs):
+        casts = [(cast.value, cast.after, cast.direction) for cast in graph.casts]
+        assert len(casts) == len(set(casts))
 
 
 def assert_close(mixed: Step, exact: Step, bound: float = BOUND) -> None:

@@ -154,8 +154,8 @@ def test_gan_with_two_optimizers() -> None:
     trained = play(*compiled, [generator, critic], noise)
     truth = play(*exact, exact, in_fp64(noise))
     start = [p.detach() for model in before for p in model.parameters()]
-    moved = [t - s.double() for t, s in zip(truth, start)]
-    assert error([t - s for t, s in zip(trained, start)], moved) < BOUND
+    moved = [t - s.double() for t, s in zip(truth, start, strict=True)]
+    assert error([t - s for t, s in zip(trained, start, strict=True)], moved) < BOUND
     assert [low_matmuls(model) for model in compiled] == [(2, 3), (2, 4)]
 
 
@@ -190,9 +190,7 @@ def test_dropout_draws_the_masks_of_fp32(recompute: bool) -> None:
 
 
 def test_batch_norm_through_train_eval_train() -> None:
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(inplace=True), nn.Conv2d(4, 2, 3)
-    )
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(inplace=True), nn.Conv2d(4, 2, 3))
     exact, compiled = in_fp64(model), mixprec(model)
     for training in (True, False, True):
         model.train(training)
@@ -248,7 +246,7 @@ class Tagger(nn.Module):
 
 def test_recurrent_modules_warn_and_stay_right() -> None:
     with pytest.warns(mpcompile.MixprecWarning, match="'recurrent' run in float32"):
-        check(Tagger(), torch.randn(2, 5, 8), low=(2, 3))
+        check(Tagger(), torch.randn(2, 5, 8), low=(2, 4))
 
 
 def test_transformer_encoder_plans_the_same_in_training_and_evaluation() -> None:

@@ -95,9 +95,7 @@ def test_operators_are_not_found_by_another_name() -> None:
     assert "softmax" not in op_names("_log_softmax")
 
 
-@pytest.mark.parametrize(
-    "name", ["softmax", "mm", "conv2d", "layer_norm", "flash*", "mylib_?", "aten::mm"]
-)
+@pytest.mark.parametrize("name", ["softmax", "mm", "conv2d", "layer_norm", "flash*", "mylib_?", "aten::mm"])
 def test_known_operators_and_globs_pass(name: str) -> None:
     assert require_known_op(Rule("op", name)) is None
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from mpcompile.inspection.registry import reports
 from mpcompile.inspection.report import Report
+from mpcompile.notices import MixprecError
 
 
 def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
@@ -27,8 +28,10 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
     with torch.random.fork_rng():
         compiled(*inputs, **kwargs)
     found = reports(compiled)
+    if not found:
+        raise MixprecError("Dynamo captured no graph: everything ran eagerly, in float32. See TORCH_LOGS=graph_breaks.")
     return Report(
-        dtype=found[0].dtype if found else "float32",
+        dtype=found[0].dtype,
         graphs=tuple(graph for report in found for graph in report.graphs),
         modules=tuple(pair for report in found for pair in report.modules),
     )

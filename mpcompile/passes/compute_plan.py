@@ -146,6 +146,8 @@ def _decide_low(node: fx.Node, policy: Policy, varying: set[fx.Node]) -> Decisio
         return Decision("fp32", "class", "kernel was chosen for fp32 before this pass")
     if roles is not None and _contraction(node, roles) == 1:
         return Decision("fp32", "shape", "contraction of size 1: a product, nothing to accumulate")
+    if dict(arguments(node)).get("output_mask") == [False, False, True]:
+        return Decision("fp32", "shape", "only the bias gradient of a convolution: a sum")
     if not any(operand in varying for operand in _operands(node, roles)):
         return Decision("fp32", "shape", "computed from constants alone (positions, frequencies)")
     if _only_ranked(node):
@@ -206,10 +208,12 @@ def _only_ranked(node: fx.Node) -> bool:
     """
     seen: set[fx.Node] = set()
     frontier = [user for user in node.users if not is_backward(user)]
-    if is_backward(node) or not frontier:
+    if is_backward(node):
         return False
+    ranked = False
     while frontier:
         user = frontier.pop()
+        ranked = ranked or packet_name(user.target) in RANKING_OPS
         if user in seen or packet_name(user.target) in RANKING_OPS:
             continue
         if user.op == "output" or classify(user.target) in (OpClass.LOW, OpClass.OPAQUE):
@@ -219,4 +223,4 @@ def _only_ranked(node: fx.Node) -> bool:
         if not readers and not is_getitem(user):
             return False
         frontier += readers
-    return True
+    return ranked

@@ -86,8 +86,6 @@ LOW_OPS: dict[str, Roles] = {
     "_scaled_dot_product_flash_attention_backward": Roles(("grad_out", *_ATTENTION_BACKWARD), outputs=(0, 1, 2)),
     "_scaled_dot_product_efficient_attention_backward": Roles(("grad_out_", *_ATTENTION_BACKWARD), outputs=(0, 1, 2)),
     "_scaled_dot_product_cudnn_attention_backward": Roles(("grad_out", *_ATTENTION_BACKWARD), outputs=(0, 1, 2)),
-    # fused recurrent cells
-    "mkldnn_rnn_layer": Roles(("input", "weight0", "weight1", "weight2", "weight3", "hx_", "cx_")),
 }
 
 CHOSEN_FOR_FP32 = frozenset(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from mpcompile.passes.compute_plan import plan_compute
 from mpcompile.passes.graph import (
     CAST,
     LOW_DTYPES,
@@ -35,12 +36,14 @@ def share_low_copies(gm: fx.GraphModule, policy: Policy) -> PassResult:
     after:   low = convert(x, bf16); wide = convert(low, f32); y = add(wide, r)
 
     Legal under the storage plan: one rounding of x, the one its low readers see anyway. Leaves alone: outputs,
-    sums and statistics, and comparisons and rankings (also through views), which keep reading the unrounded x;
+    sums and statistics, comparisons and rankings, and operations that the plan keeps in fp32 (a router, an island),
+    which keep reading the unrounded x, also through views;
     residual and gradient accumulations, where a rounding in every layer adds up (gradient error 1.15x in a post-norm
     transformer), except in convolutional nets, whose time is the bytes of their activations; inputs and parameters,
     which are in memory in fp32 whatever happens; and values that came from a widening.
     """
     changes = []
+    kept = {node for node, decision in plan_compute(gm, policy).items() if decision.precision == "fp32"}
     for low in list(gm.graph.nodes):
         if CAST not in low.meta or dtype_of(low) not in LOW_DTYPES:
             continue
@@ -49,7 +52,7 @@ def share_low_copies(gm: fx.GraphModule, policy: Policy) -> PassResult:
         if value.op != "call_function" or source_of_widening(value) is not None:
             continue
         keep = _reads_unrounded if _feeds_convolution(low) else _reads_unrounded_or_accumulates
-        readers = [user for user in value.users if user is not low and not keep(user)]
+        readers = [user for user in value.users if user is not low and not keep(user, kept)]
         if not readers:
             continue
         wide = insert_cast(low, torch.float32)
@@ -73,10 +76,11 @@ def _feeds_convolution(low: fx.Node) -> bool:
     )
 
 
-def _reads_unrounded_or_accumulates(reader: fx.Node) -> bool:
+def _reads_unrounded_or_accumulates(reader: fx.Node, kept: set[fx.Node]) -> bool:
     if is_view(reader) or is_partial_view(reader) or is_getitem(reader):
-        return any(map(_reads_unrounded_or_accumulates, reader.users)) or _reads_unrounded(reader)
-    return _accumulates(reader) or _reads_unrounded(reader)
+        accumulates = any(_reads_unrounded_or_accumulates(user, kept) for user in reader.users)
+        return accumulates or _reads_unrounded(reader, kept)
+    return _accumulates(reader) or _reads_unrounded(reader, kept)
 
 
 def _accumulates(reader: fx.Node) -> bool:
@@ -87,11 +91,11 @@ def _accumulates(reader: fx.Node) -> bool:
     return first is not None and second is not None and first.shape == second.shape
 
 
-def _reads_unrounded(reader: fx.Node) -> bool:
+def _reads_unrounded(reader: fx.Node, kept: set[fx.Node]) -> bool:
     """Whether a reader must see the value before rounding, itself or through views of it."""
     if reader.op != "call_function" or is_cast(reader):
         return True
     if is_view(reader) or is_partial_view(reader) or is_getitem(reader):
-        return any(_reads_unrounded(user) for user in reader.users)
+        return any(_reads_unrounded(user, kept) for user in reader.users)
     name = packet_name(reader.target)
-    return name in RANKING_OPS or name in STATISTICS
+    return name in RANKING_OPS or name in STATISTICS or reader in kept

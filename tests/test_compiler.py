@@ -1,0 +1,221 @@
+"""What is in the compile cache key, that the executors agree, and that a second process starts warm."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mpcompile
+from mpcompile import backend, compiler
+from mpcompile.compiler import JointPass
+from mpcompile.passes import op_classes
+from tests.test_programs import BOUND, mixprec
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).relu()).softmax(-1)
+
+
+class Pinned(Net):
+    """The same but for one island."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = self.first(x)
+        return self.last(self.norm(x).relu()).softmax(-1)
+
+
+def key(monkeypatch: pytest.MonkeyPatch, model: nn.Module | None = None, **options: Any) -> tuple[Any, ...]:
+    """The cache key of the pass that a model is compiled with."""
+    keys: list[tuple[Any, ...]] = []
+    compile_graph = backend._compile
+
+    def watching(graph: Any, inputs: Any, joint: JointPass, *rest: Any) -> Any:
+        keys.append(joint.uuid())
+        return compile_graph(graph, inputs, joint, *rest)
+
+    monkeypatch.setattr(backend, "_compile", watching)
+    torch._dynamo.reset()
+    mixprec(model or Net(), **options)(torch.randn(3, 8))
+    monkeypatch.undo()
+    return keys[0]
+
+
+DIFFERENT: list[dict[str, Any]] = [
+    {"dtype": "fp16", "loss_scale": None},
+    {"loss_scale": None},
+    {"fp32": ["first"]},
+    {"fp32": ["last"]},
+    {"fp32": ["op:softmax"]},
+    {"fp32": ["param:first.weight"]},
+    {"low": ["op:softmax"]},
+    {"low": ["norm"]},
+    {"fp32_matmul": "ieee"},
+    {"numerics": "strict"},
+    {"compiler": "reference"},
+    {"model": Pinned()},
+]
+
+
+def test_every_option_and_mark_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [key(monkeypatch)] + [key(monkeypatch, **options) for options in DIFFERENT]
+    assert len(set(keys)) == len(keys) == len(DIFFERENT) + 1
+
+
+def _set_precision() -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+def _set_flag(name: str) -> Callable[[], None]:
+    return lambda: setattr(torch.backends.cuda.matmul, name, not getattr(torch.backends.cuda.matmul, name))
+
+
+FLAGS = [
+    _set_precision,
+    _set_flag("allow_bf16_reduced_precision_reduction"),
+    _set_flag("allow_fp16_reduced_precision_reduction"),
+    _set_flag("allow_fp16_accumulation"),
+]
+
+
+@pytest.fixture
+def flags() -> Any:
+    """Put the process's matmul settings back."""
+    names = [f"allow_{name}" for name in ("bf16_reduced_precision_reduction", "fp16_reduced_precision_reduction")] + [
+        "allow_fp16_accumulation"
+    ]
+    matmul = torch.backends.cuda.matmul
+    before, precision = {name: getattr(matmul, name) for name in names}, torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
+    for name, value in before.items():
+        setattr(matmul, name, value)
+
+
+@pytest.mark.usefixtures("flags")
+@pytest.mark.parametrize("change", FLAGS)
+def test_settings_that_change_what_a_matmul_accumulates_in_are_in_the_key(change: Callable[[], None]) -> None:
+    before = compiler._reduced_precision_flags()
+    change()
+    assert compiler._reduced_precision_flags() != before
+
+
+def test_a_registered_op_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key(monkeypatch)
+    op_classes._registered["mylib::anything"] = op_classes.OpClass.LOW
+    assert key(monkeypatch) != before
+
+
+def test_the_source_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key(monkeypatch)
+    assert compiler._source_hash() in before
+    assert len(compiler._source_hash()) == 64
+
+
+def test_the_key_is_stable_and_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = key(monkeypatch, fp32=["last"]), key(monkeypatch, fp32=["last"])
+    assert first == second
+    assert pickle.loads(pickle.dumps(first)) == first
+    assert str(pickle.loads(pickle.dumps(first))) == str(first)
+
+
+@pytest.mark.parametrize("model", [Net, Pinned])
+def test_reference_and_aot_eager_agree_bitwise(model: type[nn.Module]) -> None:
+    x, found = torch.randn(5, 8), []
+    for name in ("reference", "aot_eager"):
+        torch.manual_seed(1)
+        net = model()
+        output = mixprec(net, compiler=name)(x)
+        output.square().sum().backward()
+        found.append([output.detach(), *(p.grad for p in net.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1]) == 7
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("hook", ["joint_custom_pre_pass", "joint_custom_post_pass"])
+def test_the_hook_of_ours_cannot_be_an_option_as_well(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JointPass, "runs_after_patterns", lambda self, inputs: hook.endswith("post_pass"))
+    compiled = mixprec(nn.Sequential(nn.Linear(8, 4)), compiler="inductor", inductor={hook: None})
+    with pytest.raises(Exception, match=f"{hook} is where mixprec runs"):
+        compiled(torch.randn(3, 8))
+
+
+PROCESS = """
+import json, sys, torch, mpcompile
+from torch import nn
+from torch._dynamo.utils import counters
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu())
+
+model, x = Net(), torch.linspace(-1, 1, 40).view(5, 8)
+compiled = torch.compile(model, backend="mixprec", options=json.loads(sys.argv[1]))
+output = compiled(x)
+output.sum().backward()
+(report,) = mpcompile.reports(compiled)
+truth = model.double()(x.double())
+print(json.dumps({
+    "fx_hits": counters["inductor"]["fxgraph_cache_hit"],
+    "fx_misses": counters["inductor"]["fxgraph_cache_miss"],
+    "aot_hits": counters["aot_autograd"]["autograd_cache_hit"],
+    "aot_misses": counters["aot_autograd"]["autograd_cache_miss"],
+    "bypasses": counters["aot_autograd"]["autograd_cache_bypass"] + counters["inductor"]["fxgraph_cache_bypass"],
+    "report": report.to_json(),
+    "error": float((output.double() - truth).norm() / truth.norm()),
+    "output": output.tolist(),
+}))
+"""
+
+
+def process(folder: Path, **options: Any) -> dict[str, Any]:
+    """Train a step in a new process with a cache of its own."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    (folder / "train.py").write_text(PROCESS)
+    result = subprocess.run(
+        [sys.executable, str(folder / "train.py"), json.dumps({"dtype": "bf16", **options})],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.inductor
+def test_a_second_process_starts_warm_and_has_its_report(tmp_path: Path) -> None:
+    cold, warm = process(tmp_path), process(tmp_path)
+    assert (cold["aot_misses"], cold["aot_hits"], cold["bypasses"]) == (1, 0, 0)
+    assert (warm["aot_misses"], warm["aot_hits"], warm["bypasses"]) == (0, 1, 0)
+    assert warm["fx_misses"] == 0
+    assert mpcompile.Report.from_json(warm["report"]) == mpcompile.Report.from_json(cold["report"])
+    assert warm["output"] == cold["output"]
+    # Another rule, another dtype: the cache has nothing for them, and what they compute is their own.
+    ruled = process(tmp_path, fp32=["first", "param:last.weight"])
+    half = process(tmp_path, dtype="fp16", loss_scale=None)
+    assert [other["aot_hits"] for other in (ruled, half)] == [0, 0]
+    assert cold["error"] < BOUND
+    assert half["error"] < cold["error"] / 2
+    assert ruled["error"] < 1e-6 < half["error"]

@@ -1,0 +1,92 @@
+"""What an fp32 matmul means is set around a compiled model's forward and backward, and put back."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpcompile.runtime import fp32_matmul
+from mpcompile.runtime.fp32_matmul import fp32_matmul_precision, with_fp32_matmul
+from tests.test_programs import mixprec
+
+
+def settings() -> list[str]:
+    return [torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]
+
+
+BEFORE = settings()
+SEEN: list[list[str]] = []
+
+
+@torch.library.custom_op("mpcompile_tests::note_settings", mutates_args=())
+def note(x: Tensor) -> Tensor:
+    """Note the settings in force where it runs, forward and backward."""
+    SEEN.append(settings())
+    return x.clone()
+
+
+note.register_fake(torch.empty_like)
+note.register_autograd(lambda ctx, gradient: note(gradient))
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_the_context_sets_and_restores(precision: str) -> None:
+    with fp32_matmul_precision(precision):
+        assert settings() == [precision, precision]
+    assert settings() == BEFORE
+
+
+def test_the_context_restores_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), fp32_matmul_precision("tf32"):
+        raise ZeroDivisionError
+    assert settings() == BEFORE
+
+
+def test_inherit_changes_nothing() -> None:
+    def compiled() -> None: ...
+
+    with fp32_matmul_precision("tf32"), fp32_matmul_precision("inherit"):
+        assert settings() == ["tf32", "tf32"]
+    assert with_fp32_matmul(compiled, "inherit") is compiled
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_forward_and_backward_of_a_compiled_model_run_under_it(precision: str) -> None:
+    linear, x = nn.Linear(8, 4), torch.randn(3, 8)
+    compiled = mixprec(lambda x: note(linear(x)), fp32_matmul=precision)
+    SEEN.clear()
+    output = compiled(x)
+    assert settings() == BEFORE
+    assert [[precision, precision]] == SEEN
+    output.sum().backward()
+    assert settings() == BEFORE
+    assert [[precision, precision]] * 2 == SEEN
+
+
+def test_settings_are_back_when_two_models_with_their_own_run_backward_together() -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    outputs = [mixprec(nn.Linear(8, size), fp32_matmul=p)(x) for size, p in ((4, "ieee"), (5, "tf32"))]
+    sum(output.sum() for output in outputs).backward()
+    assert settings() == BEFORE
+
+
+def test_a_second_backward_runs_under_it_too() -> None:
+    linear = nn.Linear(8, 4)
+    output = mixprec(lambda x: note(linear(x)), fp32_matmul="tf32")(torch.randn(3, 8))
+    SEEN.clear()
+    output.sum().backward(retain_graph=True)
+    output.sum().backward()
+    assert SEEN == [["tf32", "tf32"]] * 2
+    assert settings() == BEFORE
+
+
+def test_outputs_without_a_gradient_need_no_hook() -> None:
+    with torch.no_grad():
+        assert mixprec(nn.Linear(8, 4), fp32_matmul="tf32")(torch.randn(3, 8)).grad_fn is None
+    assert settings() == BEFORE
+
+
+def test_only_the_compiled_function_is_found_below_views() -> None:
+    x = torch.randn(3, requires_grad=True)
+    assert fp32_matmul._compiled_node((x * 2).view(-1).grad_fn) is None
+    output = mixprec(lambda x: (x * 2)[None])(x)
+    assert "CompiledFunction" in fp32_matmul._compiled_node(output.t().view(-1).grad_fn).name()
