@@ -18,8 +18,8 @@ from mpcompile.compiler import (
     mode_settings,
 )
 from mpcompile.device import automatic_dtype
+from mpcompile.inspection.recorder import Recorder
 from mpcompile.inspection.registry import Compilation, remember
-from mpcompile.inspection.report import Recorder
 from mpcompile.options import Options
 from mpcompile.passes.intent import MATMULS, read_intent, where_marked
 from mpcompile.passes.kernels import lower_kernels

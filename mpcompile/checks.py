@@ -12,7 +12,7 @@ from mpcompile.passes.graph import LOW_DTYPES
 from mpcompile.torch_compat import captures_recurrent_modules, enabled_autocasts, exceptions_that_fall_back
 
 if TYPE_CHECKING:
-    from mpcompile.inspection.report import Recorder
+    from mpcompile.inspection.recorder import Recorder
     from mpcompile.options import Options
     from mpcompile.passes.policy import Policy
     from mpcompile.torch_compat import Site

@@ -27,7 +27,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.pattern_matcher import stable_topological_sort
 
 from mpcompile.device import has_native_bf16, has_native_fp16
-from mpcompile.inspection.report import Recorder, snapshot
+from mpcompile.inspection.recorder import Recorder, snapshot
 from mpcompile.passes import Policy, run_passes
 from mpcompile.passes.emulation import emulate_low_products
 from mpcompile.passes.graph import DECOMPOSED, PARAMETER, is_backward, subgraphs

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import mpcompile
 from mpcompile.inspection import registry
+from mpcompile.inspection.recorder import Recorder
 from mpcompile.inspection.registry import Compilation
-from mpcompile.inspection.report import Recorder
 from mpcompile.passes import Policy
 from tests.test_programs import mixprec
 

@@ -10,7 +10,8 @@ import torch
 from torch import fx, nn
 
 from mpcompile.inspection import store
-from mpcompile.inspection.report import Recorder, Report
+from mpcompile.inspection.recorder import Recorder
+from mpcompile.inspection.report import Report
 from mpcompile.torch_compat import Site, compile_call, subject_of
 
 _ATTRIBUTE = "_mixprec_compilations"

@@ -66,14 +66,7 @@ _VIEWS = frozenset(
 )
 """Ops whose result holds every element of their input, at another shape or stride."""
 
-_PARTIAL_VIEWS = frozenset(
-    {
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.clone.default,
-        aten.contiguous.default,
-    }
-)
+_PARTIAL_VIEWS = frozenset((aten.slice.Tensor, aten.select.int, aten.clone.default, aten.contiguous.default))
 """Ops that move or drop elements: a cast moves above them only where the low form is there already."""
 
 _TUPLE_VIEWS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int})
