@@ -99,8 +99,12 @@ def flags() -> Any:
     ]
     matmul = torch.backends.cuda.matmul
     before, precision = {name: getattr(matmul, name) for name in names}, torch.get_float32_matmul_precision()
+    backends = (matmul, torch.backends.mkldnn.matmul)
+    newer = [which.fp32_precision for which in backends]
     yield
     torch.set_float32_matmul_precision(precision)
+    for which, value in zip(backends, newer, strict=True):
+        which.fp32_precision = value
     for name, value in before.items():
         setattr(matmul, name, value)
 

@@ -1,5 +1,7 @@
 """What an fp32 matmul means is set around a compiled model's forward and backward, and put back."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,8 +15,15 @@ def settings() -> list[str]:
     return [torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]
 
 
-BEFORE = settings()
 SEEN: list[list[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def before() -> Iterator[list[str]]:
+    """The process's settings, which must be the same after every test."""
+    found = settings()
+    yield found
+    assert settings() == found
 
 
 @torch.library.custom_op("mpcompile_tests::note_settings", mutates_args=())
@@ -29,16 +38,16 @@ note.register_autograd(lambda ctx, gradient: note(gradient))
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
-def test_the_context_sets_and_restores(precision: str) -> None:
+def test_the_context_sets_and_restores(precision: str, before: list[str]) -> None:
     with fp32_matmul_precision(precision):
         assert settings() == [precision, precision]
-    assert settings() == BEFORE
+    assert settings() == before
 
 
-def test_the_context_restores_after_an_error() -> None:
+def test_the_context_restores_after_an_error(before: list[str]) -> None:
     with pytest.raises(ZeroDivisionError), fp32_matmul_precision("tf32"):
         raise ZeroDivisionError
-    assert settings() == BEFORE
+    assert settings() == before
 
 
 def test_inherit_changes_nothing() -> None:
@@ -50,39 +59,39 @@ def test_inherit_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
-def test_forward_and_backward_of_a_compiled_model_run_under_it(precision: str) -> None:
+def test_forward_and_backward_of_a_compiled_model_run_under_it(precision: str, before: list[str]) -> None:
     linear, x = nn.Linear(8, 4), torch.randn(3, 8)
     compiled = mixprec(lambda x: note(linear(x)), fp32_matmul=precision)
     SEEN.clear()
     output = compiled(x)
-    assert settings() == BEFORE
+    assert settings() == before
     assert [[precision, precision]] == SEEN
     output.sum().backward()
-    assert settings() == BEFORE
+    assert settings() == before
     assert [[precision, precision]] * 2 == SEEN
 
 
-def test_settings_are_back_when_two_models_with_their_own_run_backward_together() -> None:
+def test_settings_are_back_when_two_models_with_their_own_run_backward_together(before: list[str]) -> None:
     x = torch.randn(3, 8, requires_grad=True)
     outputs = [mixprec(nn.Linear(8, size), fp32_matmul=p)(x) for size, p in ((4, "ieee"), (5, "tf32"))]
     sum(output.sum() for output in outputs).backward()
-    assert settings() == BEFORE
+    assert settings() == before
 
 
-def test_a_second_backward_runs_under_it_too() -> None:
+def test_a_second_backward_runs_under_it_too(before: list[str]) -> None:
     linear = nn.Linear(8, 4)
     output = mixprec(lambda x: note(linear(x)), fp32_matmul="tf32")(torch.randn(3, 8))
     SEEN.clear()
     output.sum().backward(retain_graph=True)
     output.sum().backward()
     assert SEEN == [["tf32", "tf32"]] * 2
-    assert settings() == BEFORE
+    assert settings() == before
 
 
-def test_outputs_without_a_gradient_need_no_hook() -> None:
+def test_outputs_without_a_gradient_need_no_hook(before: list[str]) -> None:
     with torch.no_grad():
         assert mixprec(nn.Linear(8, 4), fp32_matmul="tf32")(torch.randn(3, 8)).grad_fn is None
-    assert settings() == BEFORE
+    assert settings() == before
 
 
 def test_only_the_compiled_function_is_found_below_views() -> None:

@@ -100,7 +100,7 @@ def test_an_island_computes_what_fp32_computes() -> None:
         with torch.autocast("cpu", enabled=False):
             return x @ w
 
-    x, w = torch.randn(4, 8), nn.Parameter(torch.randn(8, 8))
+    x, w = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
     assert torch.equal(mixprec(island)(x, w), x @ w)
 
 
@@ -139,21 +139,9 @@ def test_an_op_rule_covers_every_call_of_the_op_and_its_backward() -> None:
     assert precisions(nodes, "") == LOW
 
 
-@pytest.mark.parametrize("rule", ["op:softmax", "b"])
+@pytest.mark.parametrize("rule", ["op:softmax", "1"])
 def test_a_low_rule_lowers_what_is_fp32_by_class(rule: str) -> None:
-    class Softmax(Two):
-        def second(self, x: Tensor) -> Tensor:
-            return self.b(x).softmax(-1)
-
-    class InB(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Softmax(-1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x))
-
-    compiled = mixprec(InB() if rule == "b" else Softmax(), low=[rule])
+    compiled = mixprec(nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)), low=[rule])
     compiled(torch.randn(4, 8)).square().sum().backward()
     decided = {node.op for node in mpcompile.reports(compiled)[0].nodes if node.rule == "low rule"}
     assert {op for op in decided if "exp" in op}, decided

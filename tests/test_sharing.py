@@ -166,9 +166,7 @@ def test_result_says_what_happened() -> None:
     fold_casts(gm, BF16)
     result = share_low_copies(gm, BF16)
     assert result.name == "share_low_copies"
-    ((node, op, before, after, reason),) = [
-        (c.node, c.op, c.before, c.after, c.reason) for c in result.changes
-    ]
+    ((node, op, before, after, reason),) = [(c.node, c.op, c.before, c.after, c.reason) for c in result.changes]
     assert (op, before, after) == ("aten._to_copy.default", "float32", "bfloat16")
     assert node in {cast.name for cast in inserted_casts(gm, torch.float32)}
     assert reason == "2 more readers of relu read its low copy"

@@ -140,7 +140,7 @@ class Recorder:
             if classify(node.target) is OpClass.LOW
         )
         if not reasons:
-            return "it has no matmul, convolution or attention"
+            return "it has no matmul, convolution or attention after decomposition"
         return "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
 
     @staticmethod
