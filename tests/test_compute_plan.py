@@ -145,6 +145,11 @@ def test_results_that_are_read_as_well_compute_low(reader: Callable[..., Any]) -
     assert planned(gm)["mm"].precision == "low"
 
 
+def test_pieces_that_nobody_reads_rank_nothing() -> None:
+    gm = trace(lambda x, w: ((x @ w).split(2), x.relu())[1], A, B)
+    assert planned(gm)["mm"].precision == "low"
+
+
 def test_training_decides_a_ranked_matmul_as_evaluation_does() -> None:
     def quantise(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         return codes[(x @ codes.t()).argmin(1)] * x

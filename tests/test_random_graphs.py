@@ -194,7 +194,12 @@ def check_graph(gm: fx.GraphModule, policy: Policy) -> None:
 
 def is_exact(node: fx.Node) -> bool:
     """Whether no cast of ours lies on any way to a node."""
-    return CAST not in node.meta and all(is_exact(source) for source in node.all_input_nodes)
+    seen, frontier = {node}, [node]
+    while frontier:
+        sources = set(frontier.pop().all_input_nodes) - seen
+        seen |= sources
+        frontier += sources
+    return not any(CAST in source.meta for source in seen)
 
 
 def check_values(program: Program, gm: fx.GraphModule, before: list[Tensor], low: torch.dtype) -> None:

@@ -251,8 +251,10 @@ def insert_after(anchor: fx.Node, target: Any, args: tuple[Any, ...], kwargs: di
     return node
 
 
-def _first_call(node: fx.Node) -> fx.Node:
-    while node.op == "placeholder":
+def _first_call(source: fx.Node) -> fx.Node:
+    """The first call after the inputs; the first of backward where ``source`` is a tangent."""
+    node = source
+    while node.op == "placeholder" or (is_backward(source) and node.op != "output" and not is_backward(node)):
         node = node.next
     return node
 

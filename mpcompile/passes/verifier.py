@@ -1,6 +1,6 @@
 """The invariants every pass keeps, checked after each one that changed a graph.
 
-1. The graph is well formed and every changed value node's ``meta["val"]`` is true (dtype, shape).
+1. The graph is well formed and every inserted cast's ``meta["val"]`` is true (dtype, shape).
 2. Inputs are the same; outputs have the same number, shape, dtype and strides.
 3. No output aliases an input, or another output, that it did not alias before.
 4. No op mutates its arguments that did not before.
