@@ -125,7 +125,7 @@ def test_an_island_inside_is_fp32_in_backward_too() -> None:
                 return self.b(self.a(x).float())
 
     compiled = mixprec(Island(), fp32=["a"])
-    with autocast(), pytest.warns(MixprecWarning, match="No operation of this graph computes in 16 bits"):
+    with autocast(), pytest.warns(MixprecWarning, match="autocast is active"):
         compiled(torch.randn(3, 8)).sum().backward()
     assert {dtype for node in matmuls(compiled) for dtype in node.inputs} == {"float32"}
 

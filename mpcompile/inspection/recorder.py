@@ -130,15 +130,18 @@ class Recorder:
         )
 
     def reasons_for_nothing_low(self) -> str | None:
-        """Why no operation computes low; None where one does."""
+        """Why no operation computes low; None where one does, or where the user decided so."""
         if any(self._is_low(node) for record in self._records for node in record.after.graph.nodes):
             return None
-        reasons = Counter(
-            decision.reason
+        decisions = [
+            decision
             for record in self._records
             for node, decision in plan_compute(record.before, self._policy).items()
             if classify(node.target) is OpClass.LOW
-        )
+        ]
+        if any(decision.rule in ("user", "fp32 rule") for decision in decisions):
+            return None
+        reasons = Counter(decision.reason for decision in decisions)
         if not reasons:
             return "it has no matmul, convolution or attention after decomposition"
         return "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
