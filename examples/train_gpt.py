@@ -51,7 +51,7 @@ class Settings:
         return Shape(layers=self.layers, width=self.width, context=self.context)
 
 
-QUICK = Settings(steps=120, layers=2, width=64, context=64, batch=8)
+QUICK = Settings(steps=100, layers=2, width=96, context=64, batch=8)
 FULL = Settings(steps=500, layers=6, width=384, context=256, batch=32)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 1e-3
 WARM_UP_STEPS = 10
 UNTIMED_STEPS = 3
 """The first steps compile and warm the caches; they are left out of the step time."""

@@ -11,7 +11,7 @@ from mpcompile.passes import op_classes
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    monkeypatch.setattr(op_classes, "_registered", dict(op_classes._registered))
+    monkeypatch.setattr(op_classes, "_registered", {})
     yield
     torch._dynamo.reset()
 
