@@ -9,10 +9,12 @@ from mpcompile.passes import op_classes
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fresh() -> Iterator[None]:
     torch.manual_seed(0)
-    monkeypatch.setattr(op_classes, "_registered", {})
-    yield
+    # Not the monkeypatch fixture: a test that undoes its own patches would undo this one as well.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op_classes, "_registered", {})
+        yield
     torch._dynamo.reset()
 
 
