@@ -26,7 +26,10 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=1, help="multiplies the batch of every workload")
     parser.add_argument("--only", default="", help="measure the workloads whose name contains this")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--threads", type=int, help="CPU threads; one is steadier on a shared machine")
     arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     results = {}
     for workload in workloads(arguments.scale):
         if arguments.only.lower() in workload.name.lower():
@@ -60,7 +63,7 @@ def _table(results: dict[str, dict[str, Measurement]]) -> Table:
 def _hardware() -> str:
     native = "native bf16" if has_native_bf16(torch.device("cpu")) else "no native bf16"
     threads = torch.get_num_threads()
-    return f"torch {torch.__version__}, {platform.machine()}, {threads} threads, {native}"
+    return f"torch {torch.__version__}, {platform.machine()}, threads: {threads}, {native}"
 
 
 if __name__ == "__main__":

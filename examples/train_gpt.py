@@ -147,6 +147,8 @@ def save_chart(trainees: Sequence[Trainee], path: Path, console: Console) -> Non
 def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parse(arguments)
     settings = settle(parsed)
+    if parsed.quick:
+        torch.set_num_threads(1)  # so small a model gains nothing from more, and times are steadier
     console = Console()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainees = enrol(settings, choose_dtype(parsed.dtype, device, console), device)
