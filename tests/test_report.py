@@ -177,3 +177,18 @@ def test_a_snapshot_does_not_change_with_the_graph() -> None:
     cos.meta["val"] = None
     assert str(copy.graph) == text
     assert all(node.meta["val"] is not None for node in copy.graph.nodes if node.op == "call_function")
+
+
+def test_an_operation_that_could_not_run_low_says_why() -> None:
+    @torch.library.custom_op("mpcompile_test::columns_if_low", mutates_args=())
+    def columns_if_low(x: Tensor) -> Tensor:
+        return x.t().contiguous().t() if x.dtype is torch.bfloat16 else x.clone()
+
+    columns_if_low.register_fake(lambda x: x.t().contiguous().t() if x.dtype is torch.bfloat16 else x.clone())
+    mpcompile.register_op(columns_if_low, "low")
+    compiled, x = mixprec(lambda x: columns_if_low(x) + 1), torch.randn(3, 4)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), x + 1)
+    node = only(mpcompile.reports(compiled)[0].nodes, op="mpcompile_test.columns_if_low.default")
+    assert (node.precision, node.inputs) == ("fp32", ("float32",))
+    assert node.reason == "the low kernel lays out its result differently"

@@ -18,6 +18,7 @@ from mpcompile.inspection.text import graph_text
 from mpcompile.passes.compute_plan import Decision, plan_compute
 from mpcompile.passes.graph import (
     CAST,
+    KEPT,
     dtype_of,
     is_backward,
     module_path,
@@ -78,8 +79,8 @@ class Recorder:
     def _graph(self, record: GraphRecord) -> GraphReport:
         plan = plan_compute(record.before, self._policy)
         after = {node.name: node for node in record.after.graph.nodes}
-        before = [(node.name, decision) for node, decision in plan.items() if node.name in after]
-        nodes = [self._node(after[name], decision, record.in_backward) for name, decision in before]
+        kept = [(after[node.name], decision) for node, decision in plan.items() if node.name in after]
+        nodes = [self._node(node, _final(node, decision), record.in_backward) for node, decision in kept]
         casts = [self._cast(node, record.in_backward) for node in after.values() if CAST in node.meta]
         return GraphReport(
             tuple(nodes), tuple(casts), record.results, graph_text(record.before), graph_text(record.after)
@@ -150,6 +151,11 @@ class Recorder:
     def _is_low(node: fx.Node) -> bool:
         low = (torch.bfloat16, torch.float16)
         return classify(node.target) is OpClass.LOW and any(dtype_of(source) in low for source in node.all_input_nodes)
+
+
+def _final(node: fx.Node, planned: Decision) -> Decision:
+    """What became of a planned decision."""
+    return Decision("fp32", "shape", node.meta[KEPT]) if KEPT in node.meta else planned
 
 
 def snapshot(gm: fx.GraphModule) -> fx.GraphModule:

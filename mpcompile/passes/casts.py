@@ -17,6 +17,7 @@ from mpcompile.passes.bias_gradient import keep_bias_gradient
 from mpcompile.passes.compute_plan import plan_compute
 from mpcompile.passes.graph import (
     CAST,
+    KEPT,
     LOW_DTYPES,
     dtype_of,
     insert_cast,
@@ -82,6 +83,7 @@ def _lower(node: fx.Node, narrowing: _Narrowing, reason: str) -> list[Change]:
         # The low kernel orders its result differently; readers were traced with the fp32 kernel's strides.
         node.args, node.kwargs = old_args, old_kwargs
         refresh(node)
+        node.meta[KEPT] = "the low kernel lays out its result differently"
         return []
     narrowing.saw_rows(node)
     for result in _results(node):

@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from mpcompile.passes.graph import (
+    KEPT,
     LOW_DTYPES,
     MARK,
     arguments,
@@ -135,6 +136,8 @@ def _low_on_request(node: fx.Node, op_class: OpClass, asked: Decision) -> Decisi
 
 
 def _decide_low(node: fx.Node, policy: Policy, varying: set[fx.Node]) -> Decision:
+    if KEPT in node.meta:
+        return Decision("fp32", "shape", node.meta[KEPT])
     name = packet_name(node.target)
     roles = roles_of(node.target)
     dtypes = set(_operand_dtypes(node, roles))
