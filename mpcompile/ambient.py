@@ -40,7 +40,7 @@ class Autocast:
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """The context to trace the graph in."""
-        return contextlib.nullcontext() if self.needed else tracing_without_autocast()
+        return tracing_without_autocast(forward=not self.needed)
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Keep the ambient autocast away from the kernels that the compiled code calls."""

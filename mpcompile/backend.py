@@ -54,7 +54,9 @@ def mixprec(
     in_aten = policy.only_op_rules()  # module and parameter rules are marks on the nodes by now
     recorder = Recorder(in_aten, (intent, kernels))
     key = (*settings.key(), *where_marked(graph))
-    pinned = any(change.op in MATMULS and change.after == "fp32" for change in intent.changes)
+    # Inductor's fused attention would swallow the marks of its matmuls and softmax, and the names of its ATen ops.
+    attention = MATMULS | {"softmax"}
+    pinned = bool(in_aten.fp32) or any(c.op in attention and c.after == "fp32" for c in intent.changes)
     joint = JointPass(in_aten, recorder, key, _by_position(graph, parameters), pinned)
     compilation = Compilation(recorder, joint.uuid(), graph)
     with autocast.tracing(), fp32_matmul_precision(settings.fp32_matmul):

@@ -69,7 +69,7 @@ class JointPass(CustomGraphPass):
 
         After: attention that a model writes out is recognised in fp32 and fused, and the fused kernel runs low.
         Before: on accelerators, where padding of matmuls must see the final dtypes and a fused fp32 attention would
-        be a kernel without a low form; and where a matmul is marked fp32, since fusing loses the mark.
+        be a kernel without a low form; and where a matmul or softmax is kept in fp32, since fusing loses the mark.
         """
         return _is_on_cpu(inputs) and not self._pinned
 

@@ -53,8 +53,10 @@ class Options:
     def __post_init__(self) -> None:
         for name, accepted in _ACCEPTED.items():
             _require_accepted(name, getattr(self, name), accepted)
-        if not isinstance(self.policy, Policy):
-            _require_accepted("policy", self.policy, ("default", "fp32", "a mpcompile.passes.Policy"))
+        if not isinstance(self.policy, Policy) and self.policy not in ("default", "fp32"):
+            raise ValueError(
+                f"Option `policy` must be one of 'default', 'fp32', a mpcompile.passes.Policy; got {self.policy!r}."
+            )
         self._refuse_contradictions()
         Policy(fp32=self.fp32, low=self.low)  # raises for a rule that is no rule
 

@@ -205,15 +205,15 @@ def input_index(placeholder: fx.Node) -> int | None:
 
 
 @contextlib.contextmanager
-def tracing_without_autocast() -> Iterator[None]:
-    """Trace with ambient autocast off, forward and backward; regions inside the graph still count.
+def tracing_without_autocast(*, forward: bool) -> Iterator[None]:
+    """Trace with ambient autocast off in backward, and in ``forward`` where asked; regions inside the graph count.
 
     Relies on: ``functorch.config.backward_pass_autocast``; the default, ``same_as_forward``, lets an ambient
     autocast leak into the backward of an fp32 region.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
-        for device in enabled_autocasts():
+        for device in enabled_autocasts() if forward else ():
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
 

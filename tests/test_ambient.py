@@ -150,6 +150,21 @@ def test_a_graph_that_speaks_of_16_bit_types_is_consistent() -> None:
     assert model.b.weight.grad.dtype is torch.float32
 
 
+def test_the_backward_of_an_island_does_not_inherit_an_autocast_that_is_kept() -> None:
+    class Island(Speaking):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            with torch.autocast("cpu", enabled=False):
+                inside = self.b(x)
+            return inside, self.a(x), x.to(torch.bfloat16) + 1
+
+    compiled = mixprec(Island())
+    with autocast():
+        compiled(torch.randn(3, 8))[0].sum().backward()
+    island = [node for node in matmuls(compiled) if node.module == "b"]
+    assert {node.direction for node in island} == {"forward", "backward"}
+    assert {dtype for node in island for dtype in node.inputs} == {"float32"}
+
+
 def test_reports_are_there() -> None:
     compiled = mixprec(Net())
     with autocast():

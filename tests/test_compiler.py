@@ -223,3 +223,26 @@ def test_a_second_process_starts_warm_and_has_its_report(tmp_path: Path) -> None
     assert cold["error"] < BOUND
     assert half["error"] < cold["error"] / 2
     assert ruled["error"] < 1e-6 < half["error"]
+
+
+class Written(nn.Module):
+    """Attention that a model writes out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.transpose(-1, -2)).softmax(-1) @ x
+
+
+@pytest.mark.parametrize(
+    ("rules", "fused_first"), [([], True), (["op:softmax"], False), (["op:bmm"], False), (["op:layer_norm"], False)]
+)
+def test_what_fused_attention_would_swallow_keeps_it_from_being_fused(
+    rules: list[str], fused_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[JointPass] = []
+    compile_graph = backend.compile_with_aot_eager
+    monkeypatch.setattr(
+        backend, "compile_with_aot_eager", lambda gm, ins, joint: passes.append(joint) or compile_graph(gm, ins, joint)
+    )
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    mixprec(Written(), fp32=rules)(x).sum().backward()
+    assert [joint.runs_after_patterns([x]) for joint in passes] == [fused_first]

@@ -16,7 +16,8 @@ from tests.test_programs import mixprec
 VALUES = [
     ("dtype", "float16", "'auto', 'bf16', 'fp16'"),
     ("dtype", torch.bfloat16, "'auto', 'bf16', 'fp16'"),
-    ("policy", "torch", "'default', 'fp32', 'a mpcompile.passes.Policy'"),
+    ("policy", "torch", "'default', 'fp32', a mpcompile.passes.Policy"),
+    ("policy", "a mpcompile.passes.Policy", "'default', 'fp32', a mpcompile.passes.Policy"),
     ("loss_scale", "dynamic", "'auto', None, 'external'"),
     ("loss_scale", 1024, "'auto', None, 'external'"),
     ("fp32_matmul", "high", "'inherit', 'ieee', 'tf32'"),

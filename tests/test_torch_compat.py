@@ -190,8 +190,11 @@ def test_input_index_of_a_wrapped_description() -> None:
 
 def test_tracing_without_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        with torch_compat.tracing_without_autocast():
+        with torch_compat.tracing_without_autocast(forward=True):
             assert torch_compat.enabled_autocasts() == []
+            assert torch._functorch.config.backward_pass_autocast == "off"
+        with torch_compat.tracing_without_autocast(forward=False):
+            assert torch_compat.enabled_autocasts() == ["cpu"]
             assert torch._functorch.config.backward_pass_autocast == "off"
         assert torch_compat.enabled_autocasts() == ["cpu"]
     assert torch._functorch.config.backward_pass_autocast == "same_as_forward"

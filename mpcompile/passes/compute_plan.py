@@ -176,7 +176,6 @@ def _operand_dtypes(node: fx.Node, roles: Roles | None) -> Iterator[torch.dtype]
         dtype = dtype_of(operand)
         assert dtype is not None
         yield dtype
-    # A tensor the fakes cannot stand for (a subclass, a sparse layout) is not ours to narrow.
 
 
 def _contraction(node: fx.Node, roles: Roles) -> Any:
