@@ -7,9 +7,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpcompile.execution.master_weights import MasterWeights, master_weights
+    from mpcompile.execution.runtime import Runtime
     from mpcompile.inspection.explain import explain
     from mpcompile.inspection.registry import reports
     from mpcompile.inspection.report import Report
+    from mpcompile.loss_scaling import runtime
     from mpcompile.notices import MixprecError, MixprecWarning
     from mpcompile.passes.op_classes import register_op
     from mpcompile.passes.policy import Policy
@@ -21,6 +24,10 @@ except PackageNotFoundError:  # a source tree that is not installed
 
 _HOME = {
     "explain": "mpcompile.inspection.explain",
+    "runtime": "mpcompile.loss_scaling",
+    "Runtime": "mpcompile.execution.runtime",
+    "master_weights": "mpcompile.execution.master_weights",
+    "MasterWeights": "mpcompile.execution.master_weights",
     "reports": "mpcompile.inspection.registry",
     "Report": "mpcompile.inspection.report",
     "MixprecError": "mpcompile.notices",
@@ -30,14 +37,18 @@ _HOME = {
 }
 
 __all__ = [
+    "MasterWeights",
     "MixprecError",
     "MixprecWarning",
     "Policy",
     "Report",
+    "Runtime",
     "__version__",
     "explain",
+    "master_weights",
     "register_op",
     "reports",
+    "runtime",
 ]
 
 

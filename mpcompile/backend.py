@@ -11,19 +11,21 @@ from torch import fx
 from mpcompile import checks
 from mpcompile.ambient import Autocast
 from mpcompile.compiler import (
-    JointPass,
     compile_with_aot_eager,
     compile_with_inductor,
     compile_with_reference,
     mode_settings,
 )
-from mpcompile.device import automatic_dtype
+from mpcompile.device import automatic_dtype, main_device
+from mpcompile.execution.fp32_matmul import fp32_matmul_precision, with_fp32_matmul
+from mpcompile.graph_inputs import GraphInputs
 from mpcompile.inspection.recorder import Recorder
 from mpcompile.inspection.registry import Compilation, remember
+from mpcompile.joint_pass import JointPass
+from mpcompile.loss_scaling import LossScaling
 from mpcompile.options import Options
 from mpcompile.passes.intent import MATMULS, read_intent, where_marked
 from mpcompile.passes.kernels import lower_kernels
-from mpcompile.runtime.fp32_matmul import fp32_matmul_precision, with_fp32_matmul
 from mpcompile.torch_compat import find_site, fork, name_modules, parameters_of
 
 
@@ -41,8 +43,9 @@ def mixprec(
     """
     settings = Options.parse(options)
     site = find_site()
-    policy = settings.resolve_policy(automatic_dtype(_device(example_inputs)))
-    checks.before_compiling(gm, settings, policy, site)
+    device = main_device(example_inputs)
+    policy = settings.resolve_policy(automatic_dtype(device))
+    checks.before_compiling(example_inputs, settings, policy, site)
 
     graph = fork(gm)
     name_modules(graph, site.locals)
@@ -50,6 +53,9 @@ def mixprec(
     intent = read_intent(graph, policy, site.scope, parameters)
     autocast = Autocast.around(graph)
     kernels = lower_kernels(graph, policy)
+    trained = torch.is_grad_enabled() and settings.scaling(policy.dtype) is not None
+    inputs = GraphInputs.of(graph, example_inputs, parameters, policy.dtype, scaled=trained)
+    scaling = LossScaling.attach(graph, inputs, device, site.compiled)
 
     in_aten = policy.only_op_rules()  # module and parameter rules are marks on the nodes by now
     recorder = Recorder(in_aten, (intent, kernels))
@@ -57,24 +63,13 @@ def mixprec(
     # Inductor's fused attention would swallow the marks of its matmuls and softmax, and the names of its ATen ops.
     attention = MATMULS | {"softmax"}
     pinned = bool(in_aten.fp32) or any(c.op in attention and c.after == "fp32" for c in intent.changes)
-    joint = JointPass(in_aten, recorder, key, _by_position(graph, parameters), pinned)
+    joint = JointPass(in_aten, recorder, key, inputs, pinned)
     compilation = Compilation(recorder, joint.uuid(), graph)
     with autocast.tracing(), fp32_matmul_precision(settings.fp32_matmul):
-        compiled = _compile(graph, example_inputs, joint, settings, mode)
+        compiled = _compile(graph, [*example_inputs, *scaling.state], joint, settings, mode)
     remember(site, compilation)
     checks.after_compiling(recorder, settings)
-    return with_fp32_matmul(autocast.wrap(compiled), settings.fp32_matmul)
-
-
-def _device(example_inputs: Sequence[Any]) -> torch.device:
-    devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
-    accelerators = [device for device in devices if device.type != "cpu"]
-    return (accelerators or devices or [torch.device("cpu")])[0]
-
-
-def _by_position(graph: fx.GraphModule, parameters: dict[str, str]) -> dict[int, str]:
-    placeholders = graph.graph.find_nodes(op="placeholder")
-    return {index: parameters[node.name] for index, node in enumerate(placeholders) if node.name in parameters}
+    return with_fp32_matmul(autocast.wrap(scaling.wrap(compiled)), settings.fp32_matmul)
 
 
 def _compile(

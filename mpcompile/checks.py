@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -21,14 +22,13 @@ FALLS_BACK_TO_EAGER = exceptions_that_fall_back()
 """What a backend may raise for which Dynamo does not fail but runs the graph eagerly."""
 
 
-def before_compiling(gm: fx.GraphModule, options: Options, policy: Policy, site: Site) -> None:
-    """Warn of what the graph and the model show by themselves; raise for fp16 training without a loss scale."""
+def before_compiling(inputs: Sequence[Any], options: Options, policy: Policy, site: Site) -> None:
+    """Warn of what the graph and the model show by themselves."""
     if policy.is_fp32 and options.policy != "default":
         return
     _check_auto(options, policy)
-    _check_loss_scale(gm, options, policy)
     _check_autocast(options)
-    _check_masters(gm, options)
+    _check_masters(inputs, options)
     _check_recurrent(site.root, options)
 
 
@@ -45,15 +45,6 @@ def _check_auto(options: Options, policy: Policy) -> None:
         )
 
 
-def _check_loss_scale(gm: fx.GraphModule, options: Options, policy: Policy) -> None:
-    trains = torch.is_grad_enabled() and any(value.requires_grad for value in _inputs(gm))
-    if policy.dtype is torch.float16 and trains and options.loss_scale == "auto":
-        raise MixprecError(
-            "Training in fp16 needs a loss scale, or small gradients become zero. Use dtype='bf16'; or "
-            "loss_scale='external' and scale the loss with torch.amp.GradScaler; or loss_scale=None to go without."
-        )
-
-
 def _check_autocast(options: Options) -> None:
     if enabled_autocasts():
         notify(
@@ -63,13 +54,15 @@ def _check_autocast(options: Options) -> None:
         )
 
 
-def _check_masters(gm: fx.GraphModule, options: Options) -> None:
-    low = [v for v in _inputs(gm) if isinstance(v, nn.Parameter) and v.dtype in LOW_DTYPES]
-    trained = [value for value in low if value.requires_grad]
+def _check_masters(inputs: Sequence[Any], options: Options) -> None:
+    low = [v for v in inputs if isinstance(v, nn.Parameter) and v.dtype in LOW_DTYPES]
+    # master_weights() lets gradients be accumulated in fp32, whatever the parameter's dtype.
+    trained = [value for value in low if value.requires_grad and value.grad_dtype is not torch.float32]
     if trained and torch.is_grad_enabled():
         notify(
             f"{len(trained)} trained parameters are {str(trained[0].dtype)[6:]}: they have no float32 master copy, and "
-            "small updates round away. Load the model in float32 (model.float()); mixprec computes in 16 bits itself.",
+            "small updates round away. mpcompile.master_weights(model, optimizer) makes one; or load the model "
+            "in float32 (model.float()): mixprec computes in 16 bits itself.",
             strict=options.strict,
         )
 
@@ -84,11 +77,6 @@ def _check_recurrent(root: nn.Module | None, options: Options) -> None:
             "compiled graph. torch._dynamo.config.allow_rnn = True captures them, unrolled.",
             strict=options.strict,
         )
-
-
-def _inputs(gm: fx.GraphModule) -> list[torch.Tensor]:
-    values = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def after_compiling(recorder: Recorder, options: Options) -> None:

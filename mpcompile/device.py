@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+
+
+def main_device(values: Iterable[Any]) -> torch.device:
+    """The device where a computation on ``values`` takes place: the first accelerator among them, else the CPU."""
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+    accelerators = [device for device in devices if device.type != "cpu"]
+    return (accelerators or devices or [torch.device("cpu")])[0]
 
 
 def has_native_bf16(device: torch.device) -> bool:

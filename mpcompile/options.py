@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from mpcompile.execution.loss_scale import LossScale, parse_loss_scale
 from mpcompile.passes.policy import Policy
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "dtype": ("auto", *_DTYPES),
-    "loss_scale": ("auto", None, "external"),
     "fp32_matmul": ("inherit", "ieee", "tf32"),
     "numerics": ("fast", "strict"),
     "strict": (False, True),
@@ -36,9 +36,10 @@ class Options:
     """Rules for what stays in fp32: ``"layers.*.norm"``, ``"op:softmax"``, ``"param:*.bias"``."""
     low: tuple[str, ...] = ()
     """Rules for what computes low whatever its class; an ``fp32`` rule wins."""
-    loss_scale: str | None = "auto"
-    """For fp16: ``"external"``, the training loop scales the loss itself with ``torch.amp.GradScaler``; ``None``, no
-    scaling; ``"auto"`` refuses to train in fp16 unscaled."""
+    loss_scale: str | float | Mapping[str, Any] | None = "auto"
+    """For fp16: ``"auto"`` or ``"dynamic"``, scaled inside the graph by a factor that adapts, or a dict of its settings
+    (the fields of ``DynamicLossScale``); a power of two, scaled by that; ``"external"``, the training loop scales the
+    loss itself with ``torch.amp.GradScaler``; ``None``, no scaling. bf16 needs none."""
     fp32_matmul: str = "inherit"
     """What an fp32 matmul means: the process's setting, ``"ieee"``, or ``"tf32"``."""
     numerics: str = "fast"
@@ -57,6 +58,7 @@ class Options:
             raise ValueError(
                 f"Option `policy` must be one of 'default', 'fp32', a mpcompile.passes.Policy; got {self.policy!r}."
             )
+        parse_loss_scale(self.loss_scale)  # raises for what is none
         self._refuse_contradictions()
         Policy(fp32=self.fp32, low=self.low)  # raises for a rule that is no rule
 
@@ -67,8 +69,9 @@ class Options:
             )
         if self.policy == "fp32" and (self.dtype != "auto" or self.low):
             raise ValueError("policy='fp32' changes nothing; it contradicts options `dtype` and `low`.")
-        if self.loss_scale == "external" and self.dtype == "bf16":
-            raise ValueError("loss_scale='external' is for dtype='fp16'; bf16 needs no loss scale.")
+        low = self.policy.dtype if isinstance(self.policy, Policy) else _DTYPES.get(self.dtype)
+        if self.loss_scale not in ("auto", None) and (low is torch.bfloat16 or self.policy == "fp32"):
+            raise ValueError(f"loss_scale={self.loss_scale!r} is for dtype='fp16'; bf16 and fp32 need no loss scale.")
         if self.inductor and self.compiler != "inductor":
             raise ValueError(f"Option `inductor` needs compiler='inductor', got compiler={self.compiler!r}.")
 
@@ -97,9 +100,13 @@ class Options:
             return Policy(dtype=torch.float32)
         return Policy(dtype=_DTYPES.get(self.dtype, automatic), fp32=self.fp32, low=self.low)
 
+    def scaling(self, low: torch.dtype) -> LossScale | None:
+        """The loss scale to put into graphs whose low type is ``low``; None where nothing is to be scaled."""
+        return parse_loss_scale(self.loss_scale) if low is torch.float16 else None
+
     def key(self) -> tuple[str, ...]:
         """The options that change generated code, for the compile cache key."""
-        return (self.fp32_matmul, self.numerics, self.compiler, str(self.loss_scale))
+        return (self.fp32_matmul, self.numerics, self.compiler)
 
 
 def _rules(key: str, value: Any) -> tuple[str, ...]:

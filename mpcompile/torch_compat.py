@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.output_graph import OutputGraph
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mpcompile.passes.graph import normalise_path
 from mpcompile.passes.intent import Scope
@@ -61,6 +62,22 @@ def find_site() -> Site:
         elif function is None and frame.f_code.co_name == "compile_wrapper":
             function = frame.f_locals.get("fn")
     return Site(compiled, None, function, Scope(), {})
+
+
+def running_call() -> tuple[Any, nn.Module | None]:
+    """The ``torch.compile`` call whose compiled code is running, and the compiled model (None for a function).
+
+    Dynamo may run code that it compiled for another call. Relies on: compiled code is called by ``compile_wrapper``,
+    whose ``self`` has the ``callback`` that leads to the backend; else as ``find_site``.
+    """
+    call: Any = None
+    for frame in _frames():
+        owner: Any = frame.f_locals.get("self")
+        if call is None and frame.f_code.co_name == "compile_wrapper":
+            call = innermost_backend(owner.callback)
+        elif call is not None and (root := _compiled_module(owner)):
+            return call, root
+    return call, None
 
 
 def _frames() -> Iterator[FrameType]:
@@ -193,15 +210,22 @@ def parameters_of(gm: fx.GraphModule, local_modules: Mapping[str, str]) -> dict[
     return names
 
 
-def input_index(placeholder: fx.Node) -> int | None:
-    """Position in Dynamo's graph of an AOTAutograd graph's input; None for tangents and others of its own.
+def add_input(gm: fx.GraphModule, name: str, value: torch.Tensor) -> torch.Tensor:
+    """Give a fork of Dynamo's graph one more input, the last, that no operation reads; return its example value.
 
-    Relies on: ``meta["desc"]`` is a ``PlainAOTInput`` with ``idx``, wrapped with ``.base`` for tensor subclasses.
+    Relies on: AOTAutograd asks every placeholder for ``_dynamo_source``, None for inputs that no variable holds; the
+    other placeholders have fake tensors as ``example_value``, of whose mode the new one must be (a real tensor would
+    be given symbolic sizes).
     """
-    description: Any = placeholder.meta.get("desc")
-    while hasattr(description, "base"):
-        description = description.base
-    return getattr(description, "idx", None)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    fakes = (node.meta.get("example_value") for node in placeholders)
+    mode = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
+    with gm.graph.inserting_after(placeholders[-1]):
+        node = gm.graph.placeholder(name)
+    node._dynamo_source = None
+    example: torch.Tensor = mode.from_tensor(value, static_shapes=True)
+    node.meta["example_value"] = example
+    return example
 
 
 @contextlib.contextmanager

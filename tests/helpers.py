@@ -16,18 +16,13 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from mpcompile.execution.scaled_graph import make_probe
+from mpcompile.graph_inputs import GraphInputs
 from mpcompile.inspection.text import graph_text
+from mpcompile.loss_scaling import LossScaling
 from mpcompile.passes import PassResult
-from mpcompile.passes.graph import (
-    CAST,
-    DECOMPOSED,
-    PARAMETER,
-    is_backward,
-    is_cast,
-    op_name,
-    packet_name,
-)
-from mpcompile.torch_compat import input_index, parameters_of
+from mpcompile.passes.graph import CAST, DECOMPOSED, is_backward, is_cast, op_name, packet_name
+from mpcompile.torch_compat import fork, parameters_of
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 
@@ -37,16 +32,22 @@ def trace(fn: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
     return make_fx(fn, tracing_mode="fake")(*inputs)
 
 
-def joint(model: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> fx.GraphModule:
-    """The joint forward and backward graph of a model, decomposed, its parameters named as by the backend."""
+def joint(
+    model: Callable[..., Any], *inputs: Any, dynamic: bool = False, scaled: bool = False, low: torch.dtype | None = None
+) -> fx.GraphModule:
+    """The joint forward and backward graph of a model, decomposed, its inputs marked as by the backend.
+
+    ``scaled``: with the inputs for loss scaling, the scale and the probe, after the model's own.
+    """
     captured: list[fx.GraphModule] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        parameters = parameters_of(gm, {})
-        order = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        gm = fork(gm)
+        marks = GraphInputs.of(gm, example_inputs, parameters_of(gm, {}), low or torch.bfloat16, scaled)
+        scaling = LossScaling.attach(gm, marks, torch.device("cpu"), None)
 
         def partition(graph: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-            _name_parameters(graph, order, parameters)
+            marks.mark(graph)
             captured.append(graph)
             return default_partition(graph, joint_inputs, **kwargs)
 
@@ -55,19 +56,14 @@ def joint(model: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> fx.
             partition_fn=partition,
             decompositions=select_decomp_table(),
         )
-        return compiler(gm, list(example_inputs))
+        compiled = compiler(gm, [*example_inputs, *scaling.state])
+        state = [torch.tensor(1.0), make_probe(len(marks.slots), torch.device("cpu"))] if scaling.state else []
+        return lambda *args: compiled(*args, *state)
 
     torch.compile(model, backend=backend, dynamic=dynamic)(*inputs)
     (graph,) = captured
     graph.meta[DECOMPOSED] = True
     return graph
-
-
-def _name_parameters(graph: fx.GraphModule, order: list[str], parameters: dict[str, str]) -> None:
-    for node in graph.graph.find_nodes(op="placeholder"):
-        index = input_index(node)
-        if index is not None and order[index] in parameters:
-            node.meta[PARAMETER] = parameters[order[index]]
 
 
 def exported(model: torch.nn.Module, *inputs: Any) -> fx.GraphModule:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import mpcompile
-from mpcompile import backend, compiler
-from mpcompile.compiler import JointPass
+from mpcompile import backend, joint_pass
+from mpcompile.joint_pass import JointPass
 from mpcompile.passes import op_classes
 from tests.test_programs import BOUND, mixprec
 
@@ -56,7 +56,7 @@ def key(monkeypatch: pytest.MonkeyPatch, model: nn.Module | None = None, **optio
 
 DIFFERENT: list[dict[str, Any]] = [
     {"dtype": "fp16", "loss_scale": None},
-    {"loss_scale": None},
+    {"dtype": "fp16"},
     {"fp32": ["first"]},
     {"fp32": ["last"]},
     {"fp32": ["op:softmax"]},
@@ -112,9 +112,9 @@ def flags() -> Any:
 @pytest.mark.usefixtures("flags")
 @pytest.mark.parametrize("change", FLAGS)
 def test_settings_that_change_what_a_matmul_accumulates_in_are_in_the_key(change: Callable[[], None]) -> None:
-    before = compiler._reduced_precision_flags()
+    before = joint_pass._reduced_precision_flags()
     change()
-    assert compiler._reduced_precision_flags() != before
+    assert joint_pass._reduced_precision_flags() != before
 
 
 def test_a_registered_op_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +125,8 @@ def test_a_registered_op_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_source_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key(monkeypatch)
-    assert compiler._source_hash() in before
-    assert len(compiler._source_hash()) == 64
+    assert joint_pass._source_hash() in before
+    assert len(joint_pass._source_hash()) == 64
 
 
 def test_the_key_is_stable_and_pickles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mpcompile
-from mpcompile import backend, device
+from mpcompile import device
 from mpcompile.notices import MixprecWarning
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -98,6 +98,6 @@ def test_auto_is_fp32_with_a_warning_where_nothing_low_is_native(monkeypatch: py
 
 def test_the_accelerator_among_the_inputs_decides() -> None:
     inputs = [3, torch.empty(2), torch.empty(2, device="meta"), torch.empty(1)]
-    assert backend._device(inputs) == torch.device("meta")
-    assert backend._device(inputs[:2]) == CPU
-    assert backend._device([3]) == CPU
+    assert device.main_device(inputs) == torch.device("meta")
+    assert device.main_device(inputs[:2]) == CPU
+    assert device.main_device([3]) == CPU

@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch import fx, nn
 
+from mpcompile.passes.edit import insert_after, insert_cast, insert_view, refresh, replace_arguments, run_fake
 from mpcompile.passes.graph import (
     CAST,
     arguments,
     describe,
     dtype_of,
-    insert_after,
-    insert_cast,
-    insert_view,
     is_backward,
     is_cast,
     is_getitem,
@@ -27,9 +25,6 @@ from mpcompile.passes.graph import (
     op_name,
     packet_name,
     parameter_name,
-    refresh,
-    replace_arguments,
-    run_fake,
     source_line,
     source_of_widening,
     subgraphs,

@@ -17,7 +17,8 @@ from torch import fx
 from torch.nn import functional as F
 
 from mpcompile.passes import Policy, plan_compute, run_passes
-from mpcompile.passes.graph import CAST, arguments, run_fake
+from mpcompile.passes.edit import run_fake
+from mpcompile.passes.graph import CAST, arguments
 from mpcompile.passes.op_classes import roles_of
 from tests.helpers import UNIT_ROUNDOFF, calls, flat, joint, layouts, reasons, text, trace
 

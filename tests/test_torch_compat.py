@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 from mpcompile import torch_compat
 from mpcompile.passes.graph import module_path
 from mpcompile.torch_compat import Site, find_site, parameters_of
-from tests.test_programs import mixprec
 
 
 class Inner(nn.Module):
@@ -162,30 +161,6 @@ def test_parameters_of_a_function_have_their_variables_names() -> None:
 
     torch.compile(scale, backend=seen)(torch.randn(3), nn.Parameter(torch.ones(3)))
     assert set(parameters_of(seen.forks[0], {}).values()) == {"weight", "offset"}
-
-
-def test_input_index_leads_back_to_dynamos_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[list[int | None]] = []
-    from mpcompile.compiler import JointPass
-
-    name_parameters = JointPass._name_parameters
-
-    def watching(self: JointPass, graph: fx.Graph) -> None:
-        found.append([torch_compat.input_index(node) for node in graph.find_nodes(op="placeholder")])
-        name_parameters(self, graph)
-
-    monkeypatch.setattr(JointPass, "_name_parameters", watching)
-    mixprec(nn.Linear(4, 2))(torch.randn(3, 4))
-    assert found == [[0, 1, 2, None]]  # weight, bias and x in Dynamo's order, then the tangent
-
-
-def test_input_index_of_a_wrapped_description() -> None:
-    from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
-
-    node = fx.Graph().placeholder("x")
-    assert torch_compat.input_index(node) is None
-    node.meta["desc"] = SubclassGetAttrAOTInput(PlainAOTInput(7), "inner")
-    assert torch_compat.input_index(node) == 7
 
 
 def test_tracing_without_autocast() -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import fx, nn
 
 from mpcompile.passes import PassError, PassResult, Policy, run_passes, verify
-from mpcompile.passes.graph import CAST, insert_cast, refresh
+from mpcompile.passes.edit import insert_cast, refresh
+from mpcompile.passes.graph import CAST
 from mpcompile.passes.result import Change
 from mpcompile.passes.verifier import signature
 from tests.helpers import call, calls, joint, trace

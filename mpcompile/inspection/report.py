@@ -34,7 +34,7 @@ class NodeRecord:
     precision: str
     """``low``, ``fp32`` or ``as traced``."""
     rule: str
-    """Who decided: ``user``, ``fp32 rule``, ``low rule``, ``shape`` or ``class``."""
+    """Who decided: ``user``, ``fp32 rule``, ``low rule``, ``shape``, ``range guard`` or ``class``."""
     reason: str
     module: str
     """Module path, from the compiled model's root."""

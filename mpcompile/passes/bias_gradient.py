@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from mpcompile.passes.graph import aten, insert_after, is_getitem, refresh, tensor
+from mpcompile.passes.edit import insert_after, refresh
+from mpcompile.passes.graph import aten, is_getitem, tensor
 
 _BIAS = 2
 _MASK = 10

@@ -15,13 +15,12 @@ from torch.fx.node import map_arg
 
 from mpcompile.passes.bias_gradient import keep_bias_gradient
 from mpcompile.passes.compute_plan import plan_compute
+from mpcompile.passes.edit import insert_cast, insert_view, recompute_in_backward, refresh, replace_arguments
 from mpcompile.passes.graph import (
     CAST,
     KEPT,
     LOW_DTYPES,
     dtype_of,
-    insert_cast,
-    insert_view,
     is_cast,
     is_getitem,
     is_joint,
@@ -30,9 +29,6 @@ from mpcompile.passes.graph import (
     is_view,
     op_name,
     parameter_name,
-    recompute_in_backward,
-    refresh,
-    replace_arguments,
     source_of_widening,
     tensor,
 )

@@ -1,7 +1,8 @@
 """The compute plan: which operations of a graph read low operands, and the rule that decided each.
 
 Pure: reads a graph and a policy, changes nothing. ``casts`` carries the plan out, the report shows it.
-Precedence (first that applies): the user's region or request, an ``fp32`` rule, a ``low`` rule, the class.
+Precedence (first that applies): the user's region or request, an ``fp32`` rule, a ``low`` rule, shape and fp16's range,
+the class.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from mpcompile.passes.op_classes import (
     roles_of,
 )
 from mpcompile.passes.policy import Policy
+from mpcompile.passes.range_guard import guard_range
 from mpcompile.passes.rules import Rule, op_names, require_match
 
 
@@ -49,7 +51,7 @@ class Decision:
     precision: str
     """``"low"``: operands are narrowed; ``"fp32"``: kept in fp32; ``"as traced"``: not touched."""
     rule: str
-    """Who decided: ``user``, ``fp32 rule``, ``low rule``, ``class`` or ``shape``."""
+    """Who decided: ``user``, ``fp32 rule``, ``low rule``, ``shape``, ``range guard`` or ``class``."""
     reason: str
     """The sentence shown to the user."""
 
@@ -155,6 +157,9 @@ def _decide_low(node: fx.Node, policy: Policy, varying: set[fx.Node]) -> Decisio
         return Decision("fp32", "shape", "computed from constants alone (positions, frequencies)")
     if _only_ranked(node):
         return Decision("fp32", "shape", "only compared or ranked: rounding could change the order")
+    beyond = guard_range(node, policy.dtype)
+    if beyond is not None:
+        return Decision("fp32", "range guard", beyond)
     return Decision("low", "class", "matmul, convolution or attention")
 
 

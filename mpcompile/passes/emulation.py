@@ -12,15 +12,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from mpcompile.passes.graph import (
-    dtype_of,
-    insert_cast,
-    is_getitem,
-    op_name,
-    refresh,
-    replace_arguments,
-    tensor,
-)
+from mpcompile.passes.edit import insert_cast, refresh, replace_arguments
+from mpcompile.passes.graph import dtype_of, is_getitem, op_name, tensor
 from mpcompile.passes.op_classes import OpClass, classify, roles_of
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import Change, PassResult

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpcompile.passes.graph import MARK, module_path, subgraphs
 from mpcompile.passes.policy import Policy
+from mpcompile.passes.range_guard import beyond_range
 from mpcompile.passes.result import Change, PassResult
 from mpcompile.passes.rules import Rule, op_names, require_match
 
@@ -52,7 +53,8 @@ def read_intent(gm: fx.GraphModule, policy: Policy, scope: Scope, parameters: di
 
     ``parameters`` maps placeholders to parameter names. The first that applies: an ``autocast(enabled=False)``
     region; a matmul all of whose matrix operands were explicitly asked for in fp32; an ``fp32`` rule; a ``low``
-    rule; a matmul with no operand that depends on a parameter or needs a gradient.
+    rule; a matmul with no operand that depends on a parameter or needs a gradient; a matmul with a constant (a scale,
+    an alpha) that fp16 cannot hold.
 
     Raises ``ValueError`` for a rule that matches nothing, naming the nearest names.
     """
@@ -68,7 +70,8 @@ def _mark(gm: fx.GraphModule, policy: Policy, parameters: dict[str, str]) -> Ite
     for node in gm.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        mark = _requested(node, islands) or _ruled(node, policy, parameters) or _fixed(node, learned)
+        mark = _requested(node, islands) or _ruled(node, policy, parameters)
+        mark = mark or _fixed(node, learned) or _beyond_range(node, policy)
         if mark is not None:
             node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: mark}
             precision, _, reason = mark.split("|", 2)
@@ -116,6 +119,14 @@ def _names(rule: Rule, node: fx.Node, parameters: dict[str, str]) -> Iterable[st
 def _fixed(node: fx.Node, learned: set[fx.Node]) -> str | None:
     if call_name(node) in MATMULS and not any(source in learned for source in node.all_input_nodes):
         return "fp32|shape|no operand depends on a parameter or needs a gradient"
+    return None
+
+
+def _beyond_range(node: fx.Node, policy: Policy) -> str | None:
+    if policy.dtype is torch.float16 and call_name(node) in MATMULS:
+        constant = beyond_range(tree_leaves((node.args, node.kwargs)))
+        if constant is not None:
+            return f"fp32|range guard|its constant {constant:g} is beyond float16"
     return None
 
 

@@ -11,13 +11,21 @@ from mpcompile.passes.compute_plan import require_matches
 from mpcompile.passes.graph import is_cast, is_partial_view, is_tuple_view, is_view, subgraphs
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import PassResult
+from mpcompile.passes.scaling import insert_loss_scaling
 from mpcompile.passes.sharing import share_low_copies
+from mpcompile.passes.statistics import keep_statistics_finite
 from mpcompile.passes.verifier import signature, verify
+from mpcompile.passes.wide_gradients import widen_gradients
 
 Pass = Callable[[fx.GraphModule, Policy], PassResult]
 
 PASSES: tuple[Pass, ...] = (
-    # First: carries out the compute plan; every later pass works on the casts it made.
+    # Before loss scaling: what leaves in fp32 is unscaled in fp32, and not rounded in between.
+    widen_gradients,
+    # Before the casts: S comes before the first narrowing of backward, 1/S after the last widening.
+    insert_loss_scaling,
+    keep_statistics_finite,
+    # Carries out the compute plan; every later pass works on the casts it made.
     insert_casts,
     # Before sharing: a cast that folds away leaves no low copy to share.
     fold_casts,

@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from mpcompile.passes.compute_plan import plan_compute
+from mpcompile.passes.edit import insert_cast
 from mpcompile.passes.graph import (
     CAST,
     LOW_DTYPES,
     aten,
     dtype_of,
-    insert_cast,
     is_cast,
     is_getitem,
     is_partial_view,

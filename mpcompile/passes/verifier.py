@@ -1,7 +1,8 @@
 """The invariants every pass keeps, checked after each one that changed a graph.
 
 1. The graph is well formed and every inserted cast's ``meta["val"]`` is true (dtype, shape).
-2. Inputs are the same; outputs have the same number, shape, dtype and strides.
+2. Inputs are the same; outputs have the same number, shape, dtype and strides. Two kinds of output may change once:
+   the one that takes the flags of loss scaling, and gradients that are asked for in fp32.
 3. No output aliases an input, or another output, that it did not alias before.
 4. No op mutates its arguments that did not before.
 5. The matrix operands of a LOW op have one dtype.
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from mpcompile.passes.edit import run_fake
 from mpcompile.passes.graph import (
     CAST,
     arguments,
@@ -25,12 +27,14 @@ from mpcompile.passes.graph import (
     dtype_of,
     is_view,
     module_path,
-    run_fake,
+    output_of,
     source_line,
     tensor,
 )
 from mpcompile.passes.op_classes import OpClass, classify, roles_of
 from mpcompile.passes.result import PassError
+from mpcompile.passes.scaling import SCALING
+from mpcompile.passes.wide_gradients import WIDE_GRADIENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +50,11 @@ class Signature:
 def signature(gm: fx.GraphModule) -> Signature:
     """The promises of a graph as it is now."""
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    outputs = tree_leaves(_output(gm).args[0])
+    outputs = tree_leaves(output_of(gm).args[0])
+    open_ = _may_change(gm)
     return Signature(
         inputs=tuple(node.name for node in inputs),
-        outputs=tuple(_layout(output) for output in outputs),
+        outputs=tuple("" if index in open_ else _layout(output) for index, output in enumerate(outputs)),
         aliases=frozenset(_aliases(outputs)),
         mutations=sum(_mutates(node) for node in gm.graph.nodes),
     )
@@ -75,10 +80,9 @@ def verify(before: Signature, gm: fx.GraphModule, pass_name: str) -> None:
         _check_node(node, pass_name)
 
 
-def _output(gm: fx.GraphModule) -> fx.Node:
-    (output,) = gm.graph.find_nodes(op="output")
-    assert isinstance(output, fx.Node)
-    return output
+def _may_change(gm: fx.GraphModule) -> set[int]:
+    site = gm.meta.get(SCALING)
+    return {*gm.meta.get(WIDE_GRADIENTS, ()), *([site.flags] if site is not None else [])}
 
 
 def _layout(output: Any) -> str:

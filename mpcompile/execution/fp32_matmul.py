@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from mpcompile.execution.backward_node import backward_nodes
 
 _BACKENDS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 
@@ -41,19 +42,10 @@ def with_fp32_matmul(compiled: Callable[..., Any], precision: str) -> Callable[.
 
 def _hook_backward(outputs: Any, precision: str) -> None:
     # One backward node computes the gradients of all outputs; its hooks bracket exactly that computation.
-    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    nodes = {_compiled_node(tensor.grad_fn) for tensor in tensors if tensor.grad_fn is not None}
-    for node in nodes - {None}:
+    for node in backward_nodes(outputs):
         saved: list[Any] = []
         node.register_prehook(lambda _grads, saved=saved: saved.append(_set(precision)))
         node.register_hook(lambda _ins, _outs, saved=saved: _restore(saved.pop()))
-
-
-def _compiled_node(node: Any) -> Any:
-    """The compiled function's own node, below the views that alias its outputs."""
-    while node is not None and "CompiledFunction" not in node.name():
-        node = node.next_functions[0][0] if node.next_functions else None
-    return node
 
 
 def _set(precision: str) -> list[str]:

@@ -1,0 +1,142 @@
+"""What is known of the inputs of Dynamo's graph, and where they are in the joint graph that autograd makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mpcompile.passes.graph import LOW_DTYPES, PARAMETER, output_of
+from mpcompile.passes.range_guard import BEYOND_RANGE, LARGEST
+from mpcompile.passes.scaling import SCALING, ScalingSite
+from mpcompile.passes.wide_gradients import WIDE_GRADIENTS
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInputs:
+    """The inputs of Dynamo's graph, by position."""
+
+    parameters: Mapping[int, str]
+    """The names of those that are parameters."""
+    beyond_range: frozenset[int]
+    """Parameters with values that fp16 cannot hold."""
+    wide_gradients: frozenset[int]
+    """16-bit parameters whose gradient is accumulated in fp32."""
+    slots: Mapping[int, str]
+    """Where gradients are scaled: every differentiable input, with its name, in the order of their overflow flags. Then
+    the graph has two inputs more, the loss scale and the probe. Empty otherwise."""
+    count: int
+    """How many inputs the user's graph has."""
+
+    @classmethod
+    def of(
+        cls, graph: fx.GraphModule, inputs: Sequence[Any], names: Mapping[str, str], low: torch.dtype, scaled: bool
+    ) -> GraphInputs:
+        """Look at the inputs of ``graph``; ``names``: parameter name of every placeholder that is one."""
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        parameters = {i: names[node.name] for i, node in enumerate(placeholders) if node.name in names}
+        differentiable = [i for i, value in enumerate(inputs) if _is_differentiable(value)] if scaled else []
+        return cls(
+            parameters=parameters,
+            beyond_range=frozenset(i for i in parameters if low is torch.float16 and _is_beyond_range(inputs[i])),
+            wide_gradients=frozenset(i for i, value in enumerate(inputs) if _accumulates_in_fp32(value)),
+            slots={i: parameters.get(i, placeholders[i].name) for i in differentiable},
+            count=len(inputs),
+        )
+
+    def key(self) -> tuple[str, ...]:
+        """What of this decides about the rewritten graph, for the compile cache key."""
+        return (
+            *(f"{position}: {name}" for position, name in self.parameters.items()),
+            f"beyond range {sorted(self.beyond_range)}",
+            f"wide {sorted(self.wide_gradients)}",
+            f"scaled {list(self.slots)}",
+        )
+
+    def mark(self, gm: fx.GraphModule) -> None:
+        """Write down in a joint (or inference) graph which of its inputs and outputs are which."""
+        for node in gm.graph.find_nodes(op="placeholder"):
+            position = _position(node.meta.get("desc"))
+            if position is not None and position in self.parameters:
+                node.meta[PARAMETER] = self.parameters[position]
+            if position in self.beyond_range:
+                node.meta[BEYOND_RANGE] = True
+        gradients = dict(_gradients(gm))
+        gm.meta[WIDE_GRADIENTS] = tuple(i for i, position in gradients.items() if position in self.wide_gradients)
+        if self.slots and gradients:
+            gm.meta[SCALING] = self._site(gm, gradients)
+
+    def _site(self, gm: fx.GraphModule, gradients: Mapping[int, int]) -> ScalingSite:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        tangents = [node for node in placeholders if _is_tangent(node)]
+        (scale,) = [node for node in placeholders if _position(node.meta.get("desc")) == self.count]
+        primals = [node for node in placeholders if not _is_tangent(node)]
+        (probe,) = [i for i, node in enumerate(primals) if _position(node.meta.get("desc")) == self.count + 1]
+        outputs = output_of(gm).args[0]
+        assert isinstance(outputs, (list, tuple))
+        slots = {position: slot for slot, position in enumerate(self.slots)}
+        return ScalingSite(
+            scale=scale.name,
+            tangents=tuple(node.name for node in tangents),
+            gradients={i: slots.get(position, 0) for i, position in gradients.items()},
+            flags=len(outputs) - len(primals) + probe,
+            names=tuple(self.slots.values()),
+        )
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _is_beyond_range(value: Any) -> bool:
+    if isinstance(value, FakeTensor) or not isinstance(value, torch.Tensor) or not value.numel():
+        return False
+    largest = value.detach().abs().amax()
+    return bool((largest > LARGEST) & torch.isfinite(largest))
+
+
+def _accumulates_in_fp32(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype in LOW_DTYPES
+        and value.requires_grad
+        and value.is_leaf
+        and value.grad_dtype is torch.float32
+    )
+
+
+# AOTAutograd describes every input and output of its graph in ``meta["desc"]``: ``PlainAOTInput(idx)``,
+# ``TangentAOTInput``, ``GradAOTOutput(grad_of)``; the parts of a tensor subclass have the whole's as ``.base``,
+# a base that autograd made of several views has one of them as ``.base_of``.
+
+
+def _position(description: Any) -> int | None:
+    """Position in Dynamo's graph of the input that is described; None for one of autograd's own."""
+    description = _whole(description)
+    return getattr(description, "idx", None)
+
+
+def _whole(description: Any) -> Any:
+    while inner := getattr(description, "base", None) or getattr(description, "base_of", None):
+        description = inner
+    return description
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return bool(getattr(_whole(node.meta.get("desc")), "is_tangent", bool)())
+
+
+def _gradients(gm: fx.GraphModule) -> Iterator[tuple[int, int]]:
+    """Every output that is a gradient, with the position in Dynamo's graph of the input it is the gradient of."""
+    output = output_of(gm)
+    values, descriptions = output.args[0], output.meta.get("desc", ())
+    if not isinstance(values, (list, tuple)):
+        return
+    for index, (value, description) in enumerate(zip(values, descriptions, strict=False)):
+        description = _whole(description)
+        if isinstance(value, fx.Node) and getattr(description, "is_grad", bool)():
+            yield index, -1 if (position := _position(description.grad_of)) is None else position

@@ -1,0 +1,53 @@
+"""Let gradients of 16-bit parameters leave the graph in fp32, where they are accumulated in fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mpcompile.passes.edit import insert_cast, insert_view
+from mpcompile.passes.graph import LOW_DTYPES, dtype_of, is_cast, is_view, op_name, output_of
+from mpcompile.passes.policy import Policy
+from mpcompile.passes.result import Change, PassResult
+
+WIDE_GRADIENTS = "mixprec_wide_gradients"
+"""Key of ``gm.meta``: positions of the outputs that are gradients of parameters whose ``grad_dtype`` is fp32."""
+
+
+def widen_gradients(gm: fx.GraphModule, policy: Policy) -> PassResult:
+    """Return the gradients of parameters with ``grad_dtype`` fp32 in fp32, without rounding them on the way out.
+
+    before:  grad = convert(sum, bf16);  return grad
+    after:   return sum
+
+    Legal because autograd asks for the gradient in the parameter's ``grad_dtype``. Leaves alone every other output.
+    """
+    changes: list[Change] = []
+    positions = gm.meta.get(WIDE_GRADIENTS, ())
+    if not positions:
+        return PassResult("widen_gradients", ())
+    output = output_of(gm)
+    values = list(output.args[0])  # type: ignore[arg-type]
+    for position in positions:
+        gradient = values[position]
+        if dtype_of(gradient) in LOW_DTYPES:
+            wide = _wide(gradient)
+            values[position] = wide
+            before = str(dtype_of(gradient))[6:]
+            changes.append(Change(wide.name, op_name(wide), before, "float32", "the parameter's grad_dtype is float32"))
+    output.args = (values,)
+    return PassResult("widen_gradients", tuple(changes))
+
+
+def _wide(node: fx.Node) -> fx.Node:
+    source = node.args[0] if node.args else None
+    if isinstance(source, fx.Node):
+        if (
+            is_cast(node)
+            and dtype_of(source) is torch.float32
+            and not any(user.op == "output" for user in source.users)
+        ):
+            return source
+        if is_view(node):
+            return insert_view(node, _wide(source))
+    return insert_cast(node, torch.float32)
