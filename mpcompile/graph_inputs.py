@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mpcompile.passes.graph import LOW_DTYPES, PARAMETER, output_of
+from mpcompile.passes.graph import LOW_DTYPES, PARAMETER, output_of, tensor
 from mpcompile.passes.range_guard import BEYOND_RANGE, LARGEST
 from mpcompile.passes.scaling import SCALING, ScalingSite
 from mpcompile.passes.wide_gradients import WIDE_GRADIENTS
@@ -138,5 +138,6 @@ def _gradients(gm: fx.GraphModule) -> Iterator[tuple[int, int]]:
         return
     for index, (value, description) in enumerate(zip(values, descriptions, strict=False)):
         description = _whole(description)
-        if isinstance(value, fx.Node) and getattr(description, "is_grad", bool)():
+        # A tensor subclass comes as its parts, some of which are no tensors.
+        if tensor(value) is not None and getattr(description, "is_grad", bool)():
             yield index, -1 if (position := _position(description.grad_of)) is None else position

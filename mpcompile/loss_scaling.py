@@ -57,7 +57,6 @@ class LossScaling:
     """Loss scaling of one graph that is being compiled."""
 
     slots: Mapping[int, str]
-    device: torch.device
     call: Any
     """The ``torch.compile`` call that asked for the graph."""
     state: tuple[torch.Tensor, ...]
@@ -67,17 +66,18 @@ class LossScaling:
     def attach(cls, graph: fx.GraphModule, inputs: GraphInputs, device: torch.device, call: Any) -> LossScaling:
         """Give ``graph`` the inputs that scaling needs: the loss scale and the probe, whose gradient is the flags."""
         if not inputs.slots:
-            return cls({}, device, call, ())
+            return cls({}, call, ())
         scale = add_input(graph, "loss_scale", torch.ones((), device=device))
         probe = add_input(graph, "overflow_probe", make_probe(len(inputs.slots), device))
-        return cls(inputs.slots, device, call, (scale, probe))
+        return cls(inputs.slots, call, (scale, probe))
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Call the compiled graph with the present loss scale, and watch its backward."""
         if not self.state:
             return compiled
         install()
-        return ScaledGraph(compiled, self.slots, self.device, self._find_owner)
+        scale, probe = self.state
+        return ScaledGraph(compiled, self.slots, (scale, probe), self._find_owner)
 
     def _find_owner(self) -> Owner:
         """The runtime of the model being called: Dynamo may run this code for another of equal structure."""

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.output_graph import OutputGraph
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._dynamo.utils import detect_fake_mode
 
 from mpcompile.passes.graph import normalise_path
 from mpcompile.passes.intent import Scope
@@ -213,16 +213,15 @@ def parameters_of(gm: fx.GraphModule, local_modules: Mapping[str, str]) -> dict[
 def add_input(gm: fx.GraphModule, name: str, value: torch.Tensor) -> torch.Tensor:
     """Give a fork of Dynamo's graph one more input, the last, that no operation reads; return its example value.
 
-    Relies on: AOTAutograd asks every placeholder for ``_dynamo_source``, None for inputs that no variable holds; the
-    other placeholders have fake tensors as ``example_value``, of whose mode the new one must be (a real tensor would
-    be given symbolic sizes).
+    Relies on: AOTAutograd asks every placeholder for ``_dynamo_source``, None for inputs that no variable holds; it
+    traces with the fake tensors of the mode that ``detect_fake_mode`` finds, and would give a real one symbolic sizes.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    fakes = (node.meta.get("example_value") for node in placeholders)
-    mode = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
+    mode = detect_fake_mode([node.meta.get("example_value") for node in placeholders])
     with gm.graph.inserting_after(placeholders[-1]):
         node = gm.graph.placeholder(name)
     node._dynamo_source = None
+    assert mode is not None
     example: torch.Tensor = mode.from_tensor(value, static_shapes=True)
     node.meta["example_value"] = example
     return example

@@ -76,7 +76,7 @@ def test_the_private_names_it_asks_are_there() -> None:
 
 
 def _train(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> mpcompile.Report:
-    monkeypatch.setattr(backend, "automatic_dtype", lambda _: dtype)
+    monkeypatch.setattr("mpcompile.backend.automatic_dtype", lambda _: dtype)
     model = torch.compile(nn.Linear(8, 4), backend="mixprec", options={"compiler": "aot_eager"})
     model(torch.randn(3, 8)).sum().backward()
     (report,) = mpcompile.reports(model)

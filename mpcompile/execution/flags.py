@@ -52,6 +52,9 @@ class Flags:
         aged[self._index(tuple(slots))] = 0
         self._aged, self._fresh = aged, torch.zeros_like(self._fresh)
         consumed = set(slots)
+        if len(consumed) == len(self._parameters):
+            self._spoken_of = {}
+            return
         self._spoken_of = {
             slot: TensorWeakRef(gradient)
             for slot, parameter in self._parameters.items()

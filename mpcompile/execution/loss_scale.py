@@ -35,8 +35,8 @@ class StaticLossScale:
 
     @property
     def floor(self) -> float:
-        """The smallest S."""
-        return self.scale
+        """Where S cannot fall further: it never falls."""
+        return 0.0
 
     def initial(self) -> ScaleState:
         """The state to start from."""

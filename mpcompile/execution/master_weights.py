@@ -92,7 +92,7 @@ class MasterWeights(Mapping[str, Tensor]):
     @torch.no_grad()
     def commit(self, stepped: Optimizer) -> None:
         """Take over what a step did: round the masters into the parameters, keep state and settings."""
-        parameters = {master: parameter for parameter, master in self._masters.items()}
+        parameters: dict[Any, Any] = {master: parameter for parameter, master in self._masters.items()}
         for key, value in stepped.state.items():
             self._optimizer.state[parameters.get(key, key)] = value
         for group, own in zip(stepped.param_groups, self._optimizer.param_groups, strict=True):

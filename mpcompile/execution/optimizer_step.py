@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -51,7 +52,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: dict[str, Any]) 
         masters.commit(stepped)
 
 
-def _judge(optimizer: Optimizer, watched: list[Watched]) -> dict[str, Any] | None:
+def _judge(optimizer: Optimizer, watched: list[tuple[Tensor, Watched]]) -> dict[str, Any] | None:
     """The attributes to step with; None where the step must be skipped."""
     _refuse_grad_scaler()
     judgement = judge(watched)

@@ -112,8 +112,8 @@ class Runtime:
     def _notify(self, what: str) -> None:
         names = ", ".join(self.overflowed[:8]) + (", ..." if len(self.overflowed) > 8 else "")
         notify(
-            f"mixprec: {what}. Not finite: {names or 'gradients on another process'}. A smaller loss scale does not "
-            "help where the forward overflows or the loss is not finite: keep such modules in fp32 "
+            f"mixprec: {what}. Not finite: {names or 'gradients on another process'}. Where the forward overflows or "
+            f"the loss is not finite, a loss scale below {self.scale:g} does not help: keep such modules in fp32 "
             "(options={'fp32': [...]}) or use dtype='bf16'.",
             strict=self._strict,
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mpcompile.execution.backward_node import backward_nodes
 from mpcompile.execution.flags import Flags
@@ -20,9 +21,8 @@ Owner = tuple[Runtime, Mapping[int, str]]
 
 
 _TELLING = 16
-"""By so many of its parameters a model is recognised at every call; looking at all costs 0.2 microseconds each. Should
-two models of one structure share just these, a flag may name the wrong one's parameter; the gradients are looked at too.
-"""
+"""By so many of its parameters a model is recognised at every call: looking at all costs 0.2 microseconds each. Should
+two models of one structure share just these, a flag may name the other's parameter; gradients are looked at as well."""
 
 
 class ScaledGraph:
@@ -35,15 +35,17 @@ class ScaledGraph:
         self,
         compiled: Callable[..., Any],
         slots: Mapping[int, str],
-        device: torch.device,
+        examples: tuple[Tensor, Tensor],
         find_owner: Callable[[], Owner],
     ) -> None:
-        """``slots``: position and name of every differentiable input, in the order of their flags."""
+        """``slots``: position and name of every differentiable input, in the order of their flags; ``examples``: the
+        fake scale and probe that the graph was compiled with."""
         self._compiled = compiled
         self._slots = slots
-        self._device = device
+        self._examples = examples
+        self._device = examples[0].device
         self._find_owner = find_owner
-        self._probe = make_probe(len(slots), device)
+        self._probe = make_probe(len(slots), self._device)
         self._flags: dict[tuple[int, ...], Flags] = {}
         self._select: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
         self._others: list[int] = []
@@ -52,6 +54,8 @@ class ScaledGraph:
     def __call__(self, *args: Any) -> Any:
         """Run forward; the backward of what it returns reports to the flags of the parameters among ``args``."""
         if self._select is None:
+            if any(isinstance(argument, FakeTensor) for argument in args):
+                return self._compiled(*args, *self._examples)  # DDP compiles the next graph with this one's outputs
             self._select = self._look_at(args)
         key = tuple(map(id, self._select(args)))
         flags = self._flags.get(key)

@@ -26,15 +26,9 @@ class Watched:
     _places: list[tuple[weakref.ref[Flags], int]] = field(default_factory=list)
 
     @property
-    def tensor(self) -> Tensor | None:
-        """The tensor, while it lives."""
-        found: Tensor | None = self._reference()
-        return found
-
-    @property
     def gradient(self) -> Tensor | None:
         """Its gradient, as it waits for an optimizer step."""
-        tensor = self.tensor
+        tensor = self._reference()
         return None if tensor is None else tensor.grad
 
     def flags(self) -> Iterator[tuple[Flags, int]]:
@@ -69,6 +63,6 @@ def is_watched(tensor: Tensor) -> bool:
     return id(tensor) in _watched
 
 
-def watched_among(tensors: Iterable[Tensor]) -> list[Watched]:
-    """The watched ones, in order."""
-    return [found for tensor in tensors if (found := _watched.get(id(tensor))) is not None]
+def watched_among(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Watched]]:
+    """The watched ones with what is known of them, in order."""
+    return [(tensor, found) for tensor in tensors if (found := _watched.get(id(tensor))) is not None]
