@@ -94,10 +94,9 @@ def _flagged_by(runtime: Runtime, parameters: Sequence[Watched]) -> Tensor:
         if flags.runtime is runtime:
             raised = flags.raised([slot for _, slot in entries])
             if len(entries) < len(parameters):
-                index = torch.tensor([i for i, _ in entries], device=raised.device)
-                raised = torch.zeros(len(parameters), dtype=torch.bool, device=raised.device).index_put(
-                    (index,), raised
-                )
+                everywhere = torch.zeros(len(parameters), dtype=torch.bool, device=raised.device)
+                everywhere[[i for i, _ in entries]] = raised
+                raised = everywhere
             result = raised if result is None else result | raised
     return torch.zeros(len(parameters), dtype=torch.bool) if result is None else result
 
