@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpt import GPT, Shape, build
+from gpt import Shape, build
 from loss_chart import draw, tabulate
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -94,23 +94,8 @@ def enrol(settings: Settings, dtype: str, device: torch.device) -> list[Trainee]
     return [
         Trainee(name="fp32", model=fp32, steps=steps),
         ScaledTrainee(name="autocast", model=autocast, steps=steps, dtype=low, context=context),
-        enrol_mixprec(mixprec, dtype, steps),
+        Trainee(name="mixprec", model=mixprec, steps=steps, backend="mixprec", options={"dtype": dtype}),
     ]
-
-
-def enrol_mixprec(model: GPT, dtype: str, steps: int) -> Trainee:
-    """Train with the ordinary loop in bf16; fp16 needs a GradScaler."""
-    options = {"dtype": dtype}
-    if dtype == "bf16":
-        return Trainee(name="mixprec", model=model, steps=steps, backend="mixprec", options=options)
-    return ScaledTrainee(
-        name="mixprec",
-        model=model,
-        steps=steps,
-        backend="mixprec",
-        options={**options, "loss_scale": "external"},
-        dtype=DTYPES[dtype],
-    )
 
 
 def train(trainees: Sequence[Trainee], batches: Iterator[Batch], steps: int, console: Console) -> None:

@@ -20,6 +20,7 @@ from mpcompile.passes import Policy, run_passes
 from mpcompile.passes.emulation import emulate_low_products
 from mpcompile.passes.graph import DECOMPOSED, is_backward, subgraphs
 from mpcompile.passes.op_classes import registered_ops
+from mpcompile.torch_compat import elides_roundings
 
 
 class JointPass(CustomGraphPass):
@@ -86,7 +87,7 @@ class EmulationPass(CustomGraphPass):
         gm = graph.owning_module
         assert gm is not None
         _mark_decomposed(gm)
-        emulate_low_products(gm, self._policy)
+        emulate_low_products(gm, self._policy, elides_roundings=elides_roundings())
 
     def uuid(self) -> tuple[str, ...]:
         """The cache key: the pass is a function of its source and the policy."""

@@ -263,6 +263,15 @@ def exceptions_that_fall_back() -> tuple[type[BaseException], ...]:
     return tuple(torch._dynamo.exc.exceptions_allowed_to_be_fallback)
 
 
+def elides_roundings() -> bool:
+    """Whether Inductor's C++ drops a narrowing followed by a widening in one kernel, whatever it is told.
+
+    Relies on: from torch 2.13 on ``emulate_precision_casts`` is heeded there (pytorch issue 185337).
+    """
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) < (2, 13)
+
+
 def captures_recurrent_modules() -> bool:
     """Whether Dynamo captures ``nn.LSTM`` and its like; by default it runs them eagerly.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -37,8 +38,8 @@ class MasterWeights(Mapping[str, Tensor]):
     """The fp32 masters of a model's 16-bit parameters, by parameter name; what ``master_weights`` returns."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model = model
-        self._optimizer = optimizer
+        # The model holds this object; a strong reference back would keep it until a garbage collection.
+        self._model = weakref.ref(model)
         names = {parameter: name for name, parameter in model.named_parameters()}
         low = [parameter for parameter in parameters_of(optimizer) if parameter.dtype in _LOW]
         for parameter in low:
@@ -56,7 +57,7 @@ class MasterWeights(Mapping[str, Tensor]):
             _widen_state(optimizer.state.get(parameter, {}))
         self._stashed: dict[str, Any] = {}
         set_substitute(optimizer, self)
-        self._hook()
+        self._hook(model, optimizer)
 
     def __getitem__(self, name: str) -> Tensor:
         for parameter, own in self._names.items():
@@ -70,7 +71,7 @@ class MasterWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def prepare(self) -> dict[str, Any]:
+    def prepare(self, optimizer: Optimizer) -> dict[str, Any]:
         """The attributes with which the optimizer steps the masters: groups and state with masters for parameters."""
         self._require_own_parameters()
         self.absorb()
@@ -78,10 +79,10 @@ class MasterWeights(Mapping[str, Tensor]):
             master.grad = None if parameter.grad is None else parameter.grad.float()
         groups = [
             {**group, "params": [self._master(parameter) for parameter in group["params"]]}
-            for group in self._optimizer.param_groups
+            for group in optimizer.param_groups
         ]
         state: defaultdict[Any, Any] = defaultdict(dict)
-        for key, value in self._optimizer.state.items():
+        for key, value in optimizer.state.items():
             state[self._master(key)] = value
         return {"param_groups": groups, "state": state}
 
@@ -90,12 +91,12 @@ class MasterWeights(Mapping[str, Tensor]):
         return self._masters.get(parameter, parameter)
 
     @torch.no_grad()
-    def commit(self, stepped: Optimizer) -> None:
+    def commit(self, optimizer: Optimizer, stepped: Optimizer) -> None:
         """Take over what a step did: round the masters into the parameters, keep state and settings."""
         parameters: dict[Any, Any] = {master: parameter for parameter, master in self._masters.items()}
         for key, value in stepped.state.items():
-            self._optimizer.state[parameters.get(key, key)] = value
-        for group, own in zip(stepped.param_groups, self._optimizer.param_groups, strict=True):
+            optimizer.state[parameters.get(key, key)] = value
+        for group, own in zip(stepped.param_groups, optimizer.param_groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
         for parameter, master in self._masters.items():
             parameter.copy_(master)
@@ -108,7 +109,10 @@ class MasterWeights(Mapping[str, Tensor]):
             master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.float()))
 
     def _require_own_parameters(self) -> None:
-        present = dict(self._model.named_parameters())
+        model = self._model()
+        if model is None:  # only the optimizer is left: nothing can be replaced
+            return
+        present = dict(model.named_parameters())
         for parameter, name in self._names.items():
             if present.get(name) is not parameter:
                 raise MixprecError(
@@ -117,20 +121,25 @@ class MasterWeights(Mapping[str, Tensor]):
                     "master_weights anew, or load with assign=False."
                 )
 
-    def _hook(self) -> None:
-        self._model.register_state_dict_post_hook(self._save)
-        self._model.register_load_state_dict_pre_hook(self._load)
-        self._optimizer.register_load_state_dict_pre_hook(self._stash_state)
-        self._optimizer.register_load_state_dict_post_hook(self._restore_state)
+    def _hook(self, model: nn.Module, optimizer: Optimizer) -> None:
+        # A function: torch marks it with an attribute, which a bound method cannot have.
+        model.register_state_dict_post_hook(lambda *arguments: self._save(*arguments))
+        model.register_load_state_dict_pre_hook(self._load)
+        optimizer.register_load_state_dict_pre_hook(self._stash_state)
+        optimizer.register_load_state_dict_post_hook(self._restore_state)
 
-    def _save(self, _: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    def _save(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        if module is not self._model():  # a deep copy has the hooks too, and parameters of its own
+            return
         self.absorb()
         for parameter, name in self._names.items():
             if prefix + name in state:
                 state[prefix + name] = self._masters[parameter].detach()
 
     @torch.no_grad()
-    def _load(self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    def _load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if module is not self._model():
+            return
         for parameter, name in self._names.items():
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and value.shape == parameter.shape:

@@ -41,7 +41,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if changes is None:
         return (without_parameters(optimizer), *args[1:]), kwargs
     if masters is not None:
-        changes = {**changes, **masters.prepare()}
+        changes = {**changes, **masters.prepare(optimizer)}
     return ((stand_in(optimizer, **changes), *args[1:]), kwargs) if changes else None
 
 
@@ -49,7 +49,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: dict[str, Any]) 
     masters = substitute_of(optimizer)
     stepped = args[0]
     if masters is not None and stepped is not optimizer and parameters_of(stepped):
-        masters.commit(stepped)
+        masters.commit(optimizer, stepped)
 
 
 def _judge(optimizer: Optimizer, watched: list[tuple[Tensor, Watched]]) -> dict[str, Any] | None:

@@ -13,10 +13,10 @@ _SUBSTITUTE = "_mixprec_substitute"
 class Substitute(Protocol):
     """What takes the place of an optimizer's parameters in every step."""
 
-    def prepare(self) -> dict[str, Any]:
-        """The optimizer's attributes to step with instead of its own."""
+    def prepare(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The attributes to step with instead of the optimizer's own."""
 
-    def commit(self, stepped: Optimizer) -> None:
+    def commit(self, optimizer: Optimizer, stepped: Optimizer) -> None:
         """Take over what the step of the stand-in with those attributes did."""
 
 

@@ -27,6 +27,7 @@ def summary(report: Report) -> str:
             )
     lines += [f"  kept in fp32: {count} x {why}" for why, count in _exceptions(report).most_common()]
     lines.append(_cast_line(report.casts))
+    lines += _scaling_line(report)
     return "\n".join(lines)
 
 
@@ -53,6 +54,12 @@ def _graphs(report: Report) -> str:
 def _exceptions(report: Report) -> Counter[str]:
     kept = (node for node in report.matmuls() if not runs_low(node))
     return Counter(node.reason for node in kept)
+
+
+def _scaling_line(report: Report) -> list[str]:
+    results = [result for graph in report.graphs for result in graph.results if result.name == "insert_loss_scaling"]
+    why = Counter(change.reason for result in results for change in result.changes)
+    return [f"  scaling:  {', '.join(f'{count} {reason}' for reason, count in why.items())}"] if why else []
 
 
 def _cast_line(casts: tuple[CastRecord, ...]) -> str:

@@ -82,11 +82,15 @@ def insert_after(
 
 
 def _first_call(source: fx.Node) -> fx.Node:
-    """The first call after the inputs; the first of backward where ``source`` is a tangent."""
+    """The first call after the inputs; where ``source`` is a tangent, the first of backward (or that reads it)."""
     node = source
-    while node.op == "placeholder" or (is_backward(source) and node.op != "output" and not is_backward(node)):
+    while node.op == "placeholder" or (is_backward(source) and not _begins_backward(node, source)):
         node = node.next
     return node
+
+
+def _begins_backward(node: fx.Node, tangent: fx.Node) -> bool:
+    return node.op == "output" or is_backward(node) or tangent in node.all_input_nodes
 
 
 def insert_cast(source: fx.Node, dtype: torch.dtype, like: fx.Node | None = None) -> fx.Node:

@@ -12,14 +12,14 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from mpcompile.passes.edit import insert_cast, refresh, replace_arguments
-from mpcompile.passes.graph import dtype_of, is_getitem, op_name, tensor
+from mpcompile.passes.edit import insert_after, insert_cast, refresh, replace_arguments
+from mpcompile.passes.graph import aten, dtype_of, is_getitem, op_name, tensor
 from mpcompile.passes.op_classes import OpClass, classify, roles_of
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import Change, PassResult
 
 
-def emulate_low_products(gm: fx.GraphModule, policy: Policy) -> PassResult:
+def emulate_low_products(gm: fx.GraphModule, policy: Policy, *, elides_roundings: bool = False) -> PassResult:
     """Widen the operands of every low operation right before it and round its result right after.
 
     before:  mm = aten.mm(x_low, w_low)                                   # bf16
@@ -28,7 +28,8 @@ def emulate_low_products(gm: fx.GraphModule, policy: Policy) -> PassResult:
 
     Legal because widening is exact and a low kernel accumulates in fp32 and rounds once. Runs on the forward and the
     backward graph after partitioning, so what is saved between them stays low. Leaves alone: operations with fp32
-    operands, and operators outside the table (a custom kernel decides for itself).
+    operands, and operators outside the table (a custom kernel decides for itself). ``elides_roundings``: the code
+    generator drops a narrowing that is followed by a widening in the same kernel; it is kept from seeing the pair.
     """
     changes = []
     wide: dict[fx.Node, fx.Node] = {}
@@ -39,7 +40,7 @@ def emulate_low_products(gm: fx.GraphModule, policy: Policy) -> PassResult:
         if not any(dtype_of(source) is policy.dtype for source in node.all_input_nodes):
             continue
         _widen_operands(node, roles.operands, policy.dtype, wide)
-        _round_results(node, roles.outputs, policy.dtype)
+        _round_results(node, roles.outputs, policy.dtype, elides_roundings)
         changes.append(Change(node.name, op_name(node), str(policy.dtype)[6:], "float32", "emulated"))
     return PassResult("emulate_low_products", tuple(changes))
 
@@ -59,7 +60,7 @@ def _widen_operands(node: fx.Node, operands: tuple[str, ...], low: torch.dtype, 
     refresh(node)
 
 
-def _round_results(node: fx.Node, outputs: tuple[int, ...], low: torch.dtype) -> None:
+def _round_results(node: fx.Node, outputs: tuple[int, ...], low: torch.dtype, hidden: bool) -> None:
     if tensor(node) is not None:
         results = [node]
     else:
@@ -67,6 +68,13 @@ def _round_results(node: fx.Node, outputs: tuple[int, ...], low: torch.dtype) ->
         for item in results:
             item.meta["val"] = node.meta["val"][item.args[1]]
     for result in results:
-        rounded = insert_cast(result, low)
+        narrowed = insert_cast(result, low)
+        rounded = _through_integers(narrowed) if hidden else narrowed
         result.replace_all_uses_with(rounded)
-        rounded.args = (result, *rounded.args[1:])
+        narrowed.args = (result, *narrowed.args[1:])
+
+
+def _through_integers(low: fx.Node) -> fx.Node:
+    """The same bits, read as integers and back: a code generator no longer knows what they were narrowed from."""
+    bits = insert_after(low, aten.view.dtype, (low, torch.int16), {}, low)
+    return insert_after(bits, aten.view.dtype, (bits, low.meta["val"].dtype), {}, low)

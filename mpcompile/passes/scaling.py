@@ -105,7 +105,7 @@ class _Scaling:
         """Multiply what enters backward by S."""
         for tangent in self._tangents:
             readers = list(tangent.users)
-            scaled = self._times(tangent, self._scale, f"scaled_{tangent.name}", "scaled on its way into backward")
+            scaled = self._times(tangent, self._scale, f"scaled_{tangent.name}", "scaled where backward begins")
             for reader in readers:
                 reader.replace_input_with(tangent, scaled)
             self._scaled.add(scaled)
@@ -146,7 +146,7 @@ class _Scaling:
             gradient = outputs[position]
             if gradient in self._scaled:
                 name = f"unscaled_{self._site.names[slot] or gradient.name}"
-                outputs[position] = self._unscaled(gradient, name, "unscaled on its way out of backward")
+                outputs[position] = self._unscaled(gradient, name, "unscaled where it ends")
         output_of(self._gm).args = (outputs,)
 
     def write_flags(self) -> None:
@@ -169,7 +169,7 @@ class _Scaling:
         _, written = self._append(last, prims.convert_element_type.default, (flag, torch.float32), "gradient_flags")
         outputs[self._site.flags] = written
         output_of(self._gm).args = (outputs,)
-        self.changes.append(Change(written.name, op_name(written), "", "float32", f"flags of {len(combined)} inputs"))
+        self.changes.append(Change(written.name, op_name(written), "", "float32", "vector of overflow flags"))
 
     def _flag(self, gradient: fx.Node) -> fx.Node:
         # Not isfinite: that is decomposed, and what a pass inserts no longer is.
