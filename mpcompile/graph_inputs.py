@@ -95,8 +95,8 @@ def _is_differentiable(value: Any) -> bool:
 def _is_beyond_range(value: Any) -> bool:
     if isinstance(value, FakeTensor) or not isinstance(value, torch.Tensor) or not value.numel():
         return False
-    largest = value.detach().abs().amax()
-    return bool((largest > LARGEST) & torch.isfinite(largest))
+    ends = torch.stack((value.detach().amin(), value.detach().amax())).abs()
+    return bool(((ends > LARGEST) & torch.isfinite(ends)).any())
 
 
 def _accumulates_in_fp32(value: Any) -> bool:

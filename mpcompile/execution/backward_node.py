@@ -17,6 +17,12 @@ def backward_nodes(outputs: Iterable[Any]) -> set[Any]:
     }
 
 
+def number_of_backward() -> int:
+    """The number of the backward that is running in this thread; later ones have higher numbers."""
+    # Relies on: the engine numbers its graph tasks by a counter.
+    return int(torch._C._current_graph_task_id())
+
+
 def _compiled_node(node: Any) -> Any:
     """The compiled function's own node, below the views that alias its outputs."""
     # torch names the node after AOTAutograd's class CompiledFunction, one class for each compiled graph.

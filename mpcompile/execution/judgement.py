@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -25,17 +26,19 @@ class Judgement:
 
 
 def judge(parameters: Sequence[tuple[Tensor, Watched]]) -> Judgement | None:
-    """Judge the gradients of ``parameters`` and consume their flags; None where none of them has a gradient.
+    """Judge the gradients of ``parameters`` and consume their flags.
+
+    None where none of them has a gradient, unless other processes share the step and may have some.
 
     A gradient overflowed if it is not finite now, or if it was not when it left the graph (clipping may hide it). Where
     a parameter belongs to several compiled models, the one whose graph raised the flag is to blame.
     """
+    runtimes = tuple(dict.fromkeys(runtime for _, watched in parameters for runtime in watched.runtimes))
     waiting = [(parameter.grad, watched) for parameter, watched in parameters if parameter.grad is not None]
-    if not waiting:
+    if not waiting and not _groups(runtimes):
         return None
-    not_finite = _not_finite([gradient for gradient, _ in waiting])
+    not_finite = _not_finite([gradient for gradient, _ in waiting], parameters[0][0].device)
     judged = [watched for _, watched in waiting]
-    runtimes = tuple(dict.fromkeys(runtime for watched in judged for runtime in watched.runtimes))
     flagged = torch.stack([_flagged_by(runtime, judged).to(not_finite.device) for runtime in runtimes])
     bad = flagged | (not_finite & ~flagged.any(0) & _belonging(runtimes, judged, not_finite.device))
     overflowed = _shared(bad.any(1), runtimes)
@@ -48,11 +51,11 @@ def judge(parameters: Sequence[tuple[Tensor, Watched]]) -> Judgement | None:
     return judgement
 
 
-def _not_finite(gradients: Sequence[Tensor]) -> Tensor:
-    """Whether each of ``gradients`` holds an infinity or NaN: bool, on the device of the first."""
+def _not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Whether each of ``gradients`` holds an infinity or NaN: bool, on ``device`` unless all are on another."""
     local = [_values(gradient) for gradient in gradients]
     places = [value.device for value in local]
-    result = torch.empty(len(local), dtype=torch.bool, device=places[0])
+    result = torch.zeros(len(local), dtype=torch.bool, device=device)
     for place in dict.fromkeys(places):
         here = [i for i, own in enumerate(places) if own == place]
         found = ~_finite([local[i] for i in here])
@@ -112,10 +115,15 @@ def _by_flags(parameters: Iterable[Watched]) -> dict[Flags, list[tuple[int, int]
 
 def _shared(overflowed: Tensor, runtimes: Sequence[Runtime]) -> Tensor:
     """The same over the processes that share the step."""
-    groups = {runtime.process_group for runtime in runtimes} - {None}
-    if not groups or not distributed.is_available() or not distributed.is_initialized():
-        return overflowed
     found = overflowed.to(torch.float32)
-    for group in sorted(groups, key=str):
+    for group in _groups(runtimes):
         distributed.all_reduce(found, distributed.ReduceOp.MAX, group=None if group == "world" else group)
     return found > 0
+
+
+def _groups(runtimes: Sequence[Runtime]) -> list[Any]:
+    """The groups of processes that share the step; none where this process decides alone."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return []
+    groups = {runtime.process_group for runtime in runtimes} - {None}
+    return sorted(groups, key=lambda group: getattr(group, "group_name", ""))  # the same order in every process

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mpcompile.execution.backward_node import backward_nodes
+from mpcompile.execution.backward_node import backward_nodes, number_of_backward
 from mpcompile.execution.flags import Flags
 from mpcompile.execution.runtime import Runtime
 from mpcompile.execution.watch import is_watched, watch
@@ -80,11 +80,11 @@ class ScaledGraph:
 
     def _bind(self, key: tuple[int, ...], args: Sequence[Any]) -> Flags:
         runtime, names = self._find_owner()
-        flags = self._flags[key] = Flags(runtime, len(self._slots), self._device)
+        flags = self._flags[key] = Flags(runtime, self._device)
         for slot, (position, name) in enumerate(self._slots.items()):
             parameter = args[position]
             if isinstance(parameter, nn.Parameter):
-                flags.belong_to(watch(parameter, names.get(id(parameter), name), runtime), slot)
+                flags.belong_to(parameter, watch(parameter, names.get(id(parameter), name), runtime), slot)
                 weakref.finalize(parameter, self._flags.pop, key, None).atexit = False
         return flags
 
@@ -100,7 +100,7 @@ class ScaledGraph:
         def take(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
             found = gradients[position]
             if found is not None:
-                flags.add(found)
+                flags.add(found, number_of_backward())
             return (*gradients[:position], None, *gradients[position + 1 :])
 
         node.register_hook(take)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 if TYPE_CHECKING:
     from mpcompile.execution.flags import Flags
@@ -19,17 +18,12 @@ if TYPE_CHECKING:
 class Watched:
     """A parameter, or another leaf, that a scaled graph computes the gradient of."""
 
-    _reference: TensorWeakRef
     name: str
     runtimes: list[Runtime]
     """Of the compiled models it is a parameter of; more than one where a model was compiled twice."""
+    cleared_before: int = -1
+    """Number of the last backward that found no gradient here: flags of older ones speak of what was thrown away."""
     _places: list[tuple[weakref.ref[Flags], int]] = field(default_factory=list)
-
-    @property
-    def gradient(self) -> Tensor | None:
-        """Its gradient, as it waits for an optimizer step."""
-        tensor = self._reference()
-        return None if tensor is None else tensor.grad
 
     def flags(self) -> Iterator[tuple[Flags, int]]:
         """Where its overflow is flagged: flags and slot, for every graph that reads it."""
@@ -51,7 +45,7 @@ def watch(tensor: Tensor, name: str, runtime: Runtime) -> Watched:
     """Watch a tensor for the optimizers that will step it; the same again returns the same."""
     known = _watched.get(id(tensor))
     if known is None:
-        known = _watched[id(tensor)] = Watched(TensorWeakRef(tensor), name, [])
+        known = _watched[id(tensor)] = Watched(name, [])
         weakref.finalize(tensor, _watched.pop, id(tensor), None).atexit = False
     if runtime not in known.runtimes:
         known.runtimes.append(runtime)
