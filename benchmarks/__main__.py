@@ -12,16 +12,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import AUTOCAST, FP32, MIXPREC, Measurement, measure
+from benchmarks.measure import DTYPES, Measurement, measure, peers
 from benchmarks.models import workloads
 from mpcompile.device import has_native_bf16
-
-PEERS = [MIXPREC, AUTOCAST, FP32]
 
 
 def main() -> None:
     """Parse the command line, measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved steps per peer")
     parser.add_argument("--scale", type=int, default=1, help="multiplies the batch of every workload")
     parser.add_argument("--only", default="", help="measure the workloads whose name contains this")
@@ -33,25 +32,27 @@ def main() -> None:
     results = {}
     for workload in workloads(arguments.scale):
         if arguments.only.lower() in workload.name.lower():
-            results[workload.name] = measure(workload, PEERS, arguments.rounds)
+            results[workload.name] = measure(workload, peers(arguments.dtype), arguments.rounds)
     console = Console(width=110)
-    console.print(_table(results))
+    console.print(_table(results, arguments.dtype))
     console.print(_hardware())
     if arguments.json:
         figures = {n: {p: dataclasses.asdict(m) for p, m in r.items()} for n, r in results.items()}
-        text = json.dumps({"hardware": _hardware(), "rounds": arguments.rounds, **figures}, indent=1)
+        text = json.dumps(
+            {"hardware": _hardware(), "dtype": arguments.dtype, "rounds": arguments.rounds, **figures}, indent=1
+        )
         arguments.json.write_text(text + "\n")
 
 
-def _table(results: dict[str, dict[str, Measurement]]) -> Table:
-    table = Table(title="One training step, bf16; ratios are mixprec / autocast, below 1 is better")
+def _table(results: dict[str, dict[str, Measurement]], dtype: str) -> Table:
+    table = Table(title=f"One training step, {dtype}; ratios are mixprec / autocast, below 1 is better")
     for column in ("workload", "mixprec", "autocast", "fp32", "time", "saved MB", "saved", "error"):
         table.add_column(column, justify="left" if column == "workload" else "right")
-    for name, peers in results.items():
-        ours, theirs = peers["mixprec"], peers["autocast"]
+    for name, found in results.items():
+        ours, theirs = found["mixprec"], found["autocast"]
         table.add_row(
             name,
-            *(f"{peers[peer].step_ms:.1f} ms" for peer in ("mixprec", "autocast", "fp32")),
+            *(f"{found[peer].step_ms:.1f} ms" for peer in ("mixprec", "autocast", "fp32")),
             f"{ours.step_ms / theirs.step_ms:.2f}",
             f"{ours.saved_bytes / 1e6:.2f}",
             f"{ours.saved_bytes / theirs.saved_bytes:.2f}",

@@ -17,10 +17,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import AUTOCAST, FP32, MIXPREC, Peer
+from benchmarks.measure import Peer, peers
 from benchmarks.models import workloads
 
-_PEERS = {peer.name: peer for peer in (MIXPREC, AUTOCAST, FP32)}
+_PEERS = {peer.name: peer for peer in peers("bf16")}
 
 
 def main() -> None:

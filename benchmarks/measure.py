@@ -24,9 +24,16 @@ class Peer:
     context: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
-MIXPREC = Peer("mixprec", lambda model: torch.compile(model, backend="mixprec", options={"dtype": "bf16"}))
-AUTOCAST = Peer("autocast", torch.compile, lambda: torch.autocast("cpu", torch.bfloat16))
-FP32 = Peer("fp32", torch.compile)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def peers(dtype: str) -> list[Peer]:
+    """mixprec, autocast and fp32, all through Inductor; ``dtype``: ``"bf16"`` or ``"fp16"``."""
+    return [
+        Peer("mixprec", lambda model: torch.compile(model, backend="mixprec", options={"dtype": dtype})),
+        Peer("autocast", torch.compile, lambda: torch.autocast("cpu", DTYPES[dtype])),
+        Peer("fp32", torch.compile),
+    ]
 
 
 @dataclass(frozen=True)

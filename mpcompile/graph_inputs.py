@@ -25,7 +25,7 @@ class GraphInputs:
     beyond_range: frozenset[int]
     """Parameters with values that fp16 cannot hold."""
     wide_gradients: frozenset[int]
-    """16-bit parameters whose gradient is accumulated in fp32."""
+    """16-bit leaves: autograd casts a wide gradient to the dtype it is accumulated in, which may be fp32."""
     slots: Mapping[int, str]
     """Where gradients are scaled: every differentiable input, with its name, in the order of their overflow flags. Then
     the graph has two inputs more, the loss scale and the probe. Empty otherwise."""
@@ -43,7 +43,7 @@ class GraphInputs:
         return cls(
             parameters=parameters,
             beyond_range=frozenset(i for i in parameters if low is torch.float16 and _is_beyond_range(inputs[i])),
-            wide_gradients=frozenset(i for i, value in enumerate(inputs) if _accumulates_in_fp32(value)),
+            wide_gradients=frozenset(i for i, value in enumerate(inputs) if _is_low_leaf(value)),
             slots={i: parameters.get(i, placeholders[i].name) for i in differentiable},
             count=len(inputs),
         )
@@ -99,14 +99,8 @@ def _is_beyond_range(value: Any) -> bool:
     return bool(((ends > LARGEST) & torch.isfinite(ends)).any())
 
 
-def _accumulates_in_fp32(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dtype in LOW_DTYPES
-        and value.requires_grad
-        and value.is_leaf
-        and value.grad_dtype is torch.float32
-    )
+def _is_low_leaf(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES and value.requires_grad and value.is_leaf
 
 
 # AOTAutograd describes every input and output of its graph in ``meta["desc"]``: ``PlainAOTInput(idx)``,

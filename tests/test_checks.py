@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+import mpcompile
 from mpcompile import backend
 from mpcompile.notices import MixprecError, MixprecWarning, notify
 from mpcompile.passes import Policy
@@ -97,6 +98,30 @@ def quietly(**options: Any) -> Callable[[nn.Module], Any]:
 
 def test_an_ordinary_model_is_compiled_without_a_word() -> None:
     quietly()(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))(torch.randn(3, 8)).sum().backward()
+
+
+@pytest.mark.parametrize(("dtype", "low"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_low_parameters_whose_gradients_are_accumulated_in_fp32_are_fine(dtype: str, low: torch.dtype) -> None:
+    model = nn.Linear(8, 4).to(low)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    quietly(dtype=dtype)(model)(torch.randn(3, 8).to(low)).sum().backward()
+    assert [parameter.grad.dtype for parameter in model.parameters()] == [torch.float32] * 2
+
+
+def test_low_parameters_with_master_weights_are_fine() -> None:
+    model = nn.Linear(8, 4).bfloat16()
+    mpcompile.master_weights(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    quietly()(model)(torch.randn(3, 8).bfloat16()).sum().backward()
+
+
+@pytest.mark.parametrize(("dtype", "low"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_only_parameters_without_fp32_gradients_are_counted(dtype: str, low: torch.dtype) -> None:
+    model = nn.Linear(8, 4).to(low)
+    model.bias.grad_dtype = torch.float32
+    message = rf"^1 trained parameters are {str(low)[6:]}: .* mpcompile\.master_weights\(model, optimizer\) makes one"
+    with pytest.warns(MixprecWarning, match=message):
+        mixprec(model, dtype=dtype)(torch.randn(3, 8).to(low))
 
 
 def test_low_parameters_that_are_not_trained_are_fine() -> None:

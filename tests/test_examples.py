@@ -34,6 +34,23 @@ def test_apply_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.inductor
+def test_train_fp16_shows_what_scaling_does(tmp_path: Path) -> None:
+    output = run("train_fp16.py", "--steps=30", cwd=tmp_path)
+    assert "step 29 skipped: True; not finite: waves.weight" in output
+    rows = {}
+    for line in output.splitlines():
+        cells = [cell.strip() for cell in line.split("│")[1:-1]]
+        if len(cells) == 4 and cells[1] != "first loss":
+            rows[cells[0]] = (float(cells[1]), float(cells[2]), cells[3])
+    assert set(rows) == {"fp32", "fp16, loss_scale=None", "fp16"}
+    first, truth, _ = rows["fp32"]
+    assert truth < 0.5 * first
+    assert abs(rows["fp16"][1] - truth) < 0.02 * truth
+    assert rows["fp16, loss_scale=None"][1] > 0.7 * first  # its gradients are zero
+    assert (rows["fp16"][2], rows["fp16, loss_scale=None"][2]) == ("1", "0")
+
+
+@pytest.mark.inductor
 def test_train_gpt_with_the_smallest_sizes(tmp_path: Path) -> None:
     sizes = {"steps": 2, "layers": 1, "width": 32, "context": 8, "batch": 2}
     arguments = [f"--{name}={value}" for name, value in sizes.items()]

@@ -1,15 +1,13 @@
-"""Reading and building nodes: provenance, values, paths and names."""
+"""Reading nodes: provenance, values, paths and names."""
 
 import operator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
-from mpcompile.passes.edit import insert_after, insert_cast, insert_view, refresh, replace_arguments, run_fake
 from mpcompile.passes.graph import (
-    CAST,
     arguments,
     describe,
     dtype_of,
@@ -173,64 +171,11 @@ def test_values_of_nodes() -> None:
     assert dtype_of(calls(gm, "getitem")[0]) is torch.float32
 
 
-def test_arguments_are_named_and_replaced_by_name() -> None:
+def test_arguments_are_named() -> None:
     gm = trace(lambda x: torch.addmm(x[0], x, x.t(), beta=2)[:, :4], A[:, :4])
-    node = call(gm, "addmm")
-    assert [name for name, _ in arguments(node)] == ["self", "mat1", "mat2", "beta"]
-    replace_arguments(node, lambda name, value: 3 if name == "beta" else value)
-    assert node.kwargs == {"beta": 3}
-    assert len(node.args) == 3
+    assert [name for name, _ in arguments(call(gm, "addmm"))] == ["self", "mat1", "mat2", "beta"]
     item = calls(trace(lambda x: x.split(2), A), "getitem")[1]
     assert [(name, value) for name, value in arguments(item)][1] == ("1", 1)
-
-
-def sin_graph() -> tuple[fx.Graph, fx.Node, fx.Node]:
-    """A graph of two inputs and one operation that carries provenance."""
-    gm = trace(lambda x, y: x.sin() + y, A.t(), A.t())
-    node = call(gm, "sin")
-    node.meta.update({"stack_trace": 'File "model.py", line 41', "custom": {"a": 1}, "tensor_meta": 3})
-    return gm.graph, node, next(iter(gm.graph.nodes))
-
-
-def test_inserted_cast_has_a_true_value_and_the_provenance_of_its_source() -> None:
-    graph, node, _ = sin_graph()
-    cast = insert_cast(node, torch.bfloat16)
-    assert (node.next, cast.args, cast.kwargs) == (cast, (node,), {"dtype": torch.bfloat16})
-    value = cast.meta["val"]
-    assert (value.dtype, tuple(value.shape), value.stride()) == (torch.bfloat16, (6, 4), (1, 6))
-    assert cast.meta[CAST] is True
-    assert source_line(cast) == "model.py:41"
-    assert cast.meta["custom"] == {"a": 1}
-    assert "tensor_meta" not in cast.meta
-    graph.lint()
-
-
-def test_cast_of_an_input_comes_after_all_inputs() -> None:
-    graph, node, first = sin_graph()
-    cast = insert_cast(first, torch.float16, like=node)
-    assert [n.op for n in graph.nodes][:3] == ["placeholder", "placeholder", "call_function"]
-    assert source_line(cast) == "model.py:41"
-
-
-def test_inserted_view_is_the_same_view_of_another_node() -> None:
-    gm = trace(lambda x: x.view(3, 8), A)
-    view = call(gm, "view")
-    low = insert_view(view, insert_cast(view.args[0], torch.bfloat16))
-    assert (low.target, low.args[1]) == (view.target, [3, 8])
-    assert (dtype_of(low), tuple(low.meta["val"].shape)) == (torch.bfloat16, (3, 8))
-
-
-def test_refresh_recomputes_the_value() -> None:
-    _, node, _ = sin_graph()
-    cast = insert_cast(node.args[0], torch.float16)
-    node.update_arg(0, cast)
-    node.meta["eager_input_vals"] = ()
-    refresh(node)
-    assert dtype_of(node) is torch.float16
-    assert {"tensor_meta", "eager_input_vals"}.isdisjoint(node.meta)
-    assert run_fake(node).dtype is torch.float16
-    after = insert_after(node, aten.relu.default, (node,), {}, node)
-    assert dtype_of(after) is torch.float16
 
 
 def test_subgraphs_are_found() -> None:

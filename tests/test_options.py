@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from mpcompile.execution.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from mpcompile.options import Options
 from mpcompile.passes import Policy
 from tests.test_programs import mixprec
@@ -17,7 +18,12 @@ VALUES = [
     ("policy", "torch", "'default', 'fp32', a mpcompile.passes.Policy"),
     ("policy", "a mpcompile.passes.Policy", "'default', 'fp32', a mpcompile.passes.Policy"),
     ("loss_scale", "sometimes", "'auto', 'dynamic', None, 'external'"),
-    ("loss_scale", True, "'auto', 'dynamic', None, 'external'"),
+    ("loss_scale", True, "'auto', 'dynamic', None, 'external', a power of two, or a dict of DynamicLossScale's fields"),
+    (
+        "loss_scale",
+        [1024],
+        "'auto', 'dynamic', None, 'external', a power of two, or a dict of DynamicLossScale's fields",
+    ),
     ("fp32_matmul", "high", "'inherit', 'ieee', 'tf32'"),
     ("numerics", "exact", "'fast', 'strict'"),
     ("strict", 1, "False, True"),
@@ -55,7 +61,6 @@ CONTRADICTIONS = [
     ({"policy": Policy(), "low": ["a"]}, "either options `dtype`, `fp32` and `low` or a Policy"),
     ({"policy": "fp32", "dtype": "bf16"}, "contradicts options `dtype` and `low`"),
     ({"policy": "fp32", "low": ["a"]}, "contradicts options `dtype` and `low`"),
-    ({"loss_scale": "external", "dtype": "bf16"}, "bf16 and fp32 need no loss scale"),
     ({"inductor": {"max_autotune": True}, "compiler": "aot_eager"}, "needs compiler='inductor', got .*'aot_eager'"),
     ({"fp32": ["a"], "low": ["a"]}, "Rule 'a' is in both `fp32` and `low`"),
 ]
@@ -65,6 +70,85 @@ CONTRADICTIONS = [
 def test_contradictions_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Options.parse(options)
+
+
+LOSS_SCALES = ["dynamic", "external", 1024, 1.0, {"init_scale": 4.0}]
+UNSCALED: list[dict[str, Any]] = [
+    {"dtype": "bf16"},
+    {"policy": "fp32"},
+    {"policy": Policy(dtype=torch.bfloat16)},
+    {"policy": Policy(dtype=torch.float32)},
+]
+
+
+@pytest.mark.parametrize("loss_scale", LOSS_SCALES)
+@pytest.mark.parametrize("options", UNSCALED)
+def test_a_loss_scale_contradicts_bf16_and_fp32(options: dict[str, Any], loss_scale: Any) -> None:
+    with pytest.raises(ValueError, match="is for dtype='fp16'; bf16 and fp32 need no loss scale") as caught:
+        Options.parse({**options, "loss_scale": loss_scale})
+    assert f"loss_scale={loss_scale!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("loss_scale", ["auto", None])
+@pytest.mark.parametrize("options", UNSCALED)
+def test_no_loss_scale_and_the_default_go_with_every_dtype(options: dict[str, Any], loss_scale: Any) -> None:
+    assert Options.parse({**options, "loss_scale": loss_scale}).scaling(torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("loss_scale", LOSS_SCALES)
+@pytest.mark.parametrize("options", [{}, {"dtype": "fp16"}, {"policy": Policy(dtype=torch.float16)}])
+def test_a_loss_scale_goes_with_fp16_and_with_what_may_become_fp16(options: dict[str, Any], loss_scale: Any) -> None:
+    assert Options.parse({**options, "loss_scale": loss_scale}).loss_scale == loss_scale
+
+
+SCALES: list[tuple[Any, LossScale | None]] = [
+    ("auto", DynamicLossScale()),
+    ("dynamic", DynamicLossScale()),
+    ({}, DynamicLossScale()),
+    ({"init_scale": 8.0, "growth_interval": 3}, DynamicLossScale(init_scale=8.0, growth_interval=3)),
+    (1024, StaticLossScale(1024.0)),
+    (0.25, StaticLossScale(0.25)),
+    (1, StaticLossScale(1.0)),
+    ("external", None),
+    (None, None),
+]
+
+
+@pytest.mark.parametrize(("given", "scale"), SCALES)
+def test_the_loss_scale_that_is_put_into_fp16_graphs(given: Any, scale: LossScale | None) -> None:
+    options = Options.parse({"loss_scale": given})
+    assert options.scaling(torch.float16) == scale
+    assert options.scaling(torch.bfloat16) is options.scaling(torch.float32) is None
+
+
+def test_the_default_is_a_loss_scale_that_adapts() -> None:
+    scale = Options().scaling(torch.float16)
+    assert isinstance(scale, DynamicLossScale)
+    assert (scale.init_scale, scale.growth_interval) == (2.0**16, 2000)
+
+
+NO_SCALES = [
+    (1000, "Option loss_scale must be a power of two, so that scaling rounds nothing; got 1000.*between 512 and 1024"),
+    (0, "Option loss_scale must be a positive power of two, got 0"),
+    (-2.0, "Option loss_scale must be a positive power of two, got -2"),
+    (float("inf"), "Option loss_scale must be a positive power of two, got inf"),
+    (float("nan"), "Option loss_scale must be a positive power of two, got nan"),
+    ({"init": 4.0}, "Unknown key 'init' in option `loss_scale`. Accepted: init_scale, growth_factor, backoff_factor"),
+    ({"init_scale": 3.0}, r"loss_scale\['init_scale'\] must be a power of two.*got 3.0, between 2 and 4"),
+    ({"cap": "high"}, r"loss_scale\['cap'\] must be a positive power of two, got 'high'"),
+    ({"growth_factor": 1.0}, "needs growth_factor > 1 > backoff_factor"),
+    ({"backoff_factor": 2.0}, "needs growth_factor > 1 > backoff_factor"),
+    ({"growth_interval": 0}, r"loss_scale\['growth_interval'\] must be a positive int, got 0"),
+    ({"growth_interval": 2.5}, r"loss_scale\['growth_interval'\] must be a positive int, got 2.5"),
+    ({"init_scale": 2.0, "floor": 4.0}, "needs floor <= init_scale <= cap"),
+    ({"cap": 4.0}, "needs floor <= init_scale <= cap"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), NO_SCALES)
+def test_a_loss_scale_that_is_none_raises_with_what_is_wrong(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options.parse({"loss_scale": given})
 
 
 def test_policy_fp32_may_come_with_fp32_rules() -> None:
@@ -140,15 +224,17 @@ def test_the_key_is_strings_that_pickle() -> None:
 
 def _train(**options: Any) -> nn.Module:
     model = nn.Linear(8, 4)
-    mixprec(model, dtype="fp16", **options)(torch.randn(3, 8)).sum().backward()
+    mixprec(model, dtype="fp16", **options)(torch.randn(3, 8)).mean().backward()
     return model
 
 
-@pytest.mark.parametrize("loss_scale", [None, "external", "auto", "dynamic", 1024])
-def test_training_in_fp16_runs_where_the_loss_scale_is_settled(loss_scale: str | None) -> None:
+@pytest.mark.parametrize("loss_scale", ["external", "auto", "dynamic", 1024, {"init_scale": 8.0}])
+def test_gradients_are_the_same_whatever_the_loss_scale(loss_scale: Any) -> None:
+    # Powers of two, far from both ends of fp16's range: not a bit differs from a model that scales nothing.
+    torch.manual_seed(0)
     gradient = _train(loss_scale=loss_scale).weight.grad
-    assert gradient is not None
-    assert gradient.dtype is torch.float32
+    torch.manual_seed(0)
+    assert torch.equal(gradient, _train(loss_scale=None).weight.grad)
     assert bool(gradient.any())
 
 

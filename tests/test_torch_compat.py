@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import default_partition
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mpcompile import torch_compat
 from mpcompile.passes.graph import module_path
@@ -104,6 +108,83 @@ def test_compile_call_of_something_else_is_none() -> None:
         assert torch_compat.compile_call(thing) is None
 
 
+class Runs:
+    """A backend whose code notes which call and model it runs for."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+        self.found: list[tuple[Any, nn.Module | None]] = []
+
+    def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.compiled += 1
+
+        def run(*args: Any) -> Any:
+            self.found.append(torch_compat.running_call())
+            return gm.forward(*args)
+
+        return run
+
+
+def test_running_call_of_a_compiled_model() -> None:
+    runs, model = Runs(), Outer()
+    compiled = torch.compile(model, backend=runs)
+    for _ in range(2):
+        compiled(torch.randn(3, 4))
+    assert runs.compiled == 3  # a graph break in a submodule
+    assert runs.found == [(torch_compat.compile_call(compiled), model)] * 6
+    assert torch_compat.compile_call(compiled) is not None
+
+
+def test_running_call_of_a_module_compiled_in_place() -> None:
+    runs, model = Runs(), Outer()
+    model.compile(backend=runs)
+    model(torch.randn(3, 4))
+    assert runs.found == [(torch_compat.compile_call(model), model)] * 3
+    assert torch_compat.compile_call(model) is not None
+
+
+def test_running_call_of_a_plain_function() -> None:
+    runs = Runs()
+    compiled = torch.compile(lambda x: x * 2, backend=runs)
+    compiled(torch.randn(3))
+    assert runs.found == [(torch_compat.compile_call(compiled), None)]
+    assert torch_compat.compile_call(compiled) is not None
+
+
+def test_running_call_is_the_one_that_runs_and_not_the_one_that_compiled() -> None:
+    # Two calls with equal backends share what Dynamo compiled for the first of two equal models.
+    runs, models = Runs(), (nn.Linear(4, 2), nn.Linear(4, 2))
+    first, second = (torch.compile(model, backend=runs) for model in models)
+    for compiled in (first, second, first):
+        compiled(torch.randn(3, 4))
+    assert runs.compiled == 1
+    assert [root for _, root in runs.found] == [models[0], models[1], models[0]]
+    calls = [torch_compat.compile_call(compiled) for compiled in (first, second, first)]
+    assert all(found is call for (found, _), call in zip(runs.found, calls, strict=True))
+    assert calls[0] is not calls[1]
+
+
+def test_running_call_inside_another_compiled_model() -> None:
+    runs, inner = Runs(), nn.Linear(4, 4)
+    compiled = torch.compile(inner, backend=runs)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = compiled
+
+        @torch._dynamo.disable(recursive=False)
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    torch.compile(Around(), backend=Runs())(torch.randn(3, 4))
+    assert runs.found == [(torch_compat.compile_call(compiled), inner)]
+
+
+def test_running_call_where_nothing_compiled_runs() -> None:
+    assert torch_compat.running_call() == (None, None)
+
+
 def test_subject_of() -> None:
     model = nn.Linear(4, 2)
     assert torch_compat.subject_of(torch.compile(model)) is model
@@ -161,6 +242,76 @@ def test_parameters_of_a_function_have_their_variables_names() -> None:
 
     torch.compile(scale, backend=seen)(torch.randn(3), nn.Parameter(torch.ones(3)))
     assert set(parameters_of(seen.forks[0], {}).values()) == {"weight", "offset"}
+
+
+class Adds:
+    """A backend that gives the graph one input more and compiles it by AOTAutograd."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self.graphs: list[fx.GraphModule] = []
+        self.joints: list[fx.GraphModule] = []
+        self.example: Tensor | None = None
+
+    def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graph = torch_compat.fork(gm)
+        self.example = torch_compat.add_input(graph, "added", self.value)
+        self.graphs += [gm, graph]
+
+        def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            self.joints.append(joint)
+            return default_partition(joint, joint_inputs, **kwargs)
+
+        def run(graph: fx.GraphModule, _: Any) -> Any:
+            return make_boxed_func(graph.forward)
+
+        compiled = aot_autograd(fw_compiler=run, partition_fn=partition)(graph, [*inputs, self.example])
+        return lambda *args: compiled(*args, self.value)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_add_input(dynamic: bool) -> None:
+    adds, layer = Adds(torch.zeros(3, requires_grad=True)), nn.Linear(4, 2)
+    x = torch.randn(5, 4, requires_grad=True)
+    compiled = torch.compile(layer, backend=adds, dynamic=dynamic)
+    y = compiled(x)
+    y.sum().backward()
+    # AOTAutograd took the input: the joint graph has it, last of the primals, at its size and unread.
+    gm, graph = adds.graphs
+    count = len(gm.graph.find_nodes(op="placeholder"))
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    assert [node.name for node in placeholders][count:] == ["added"]
+    (joint,) = adds.joints
+    (added,) = [n for n in joint.graph.find_nodes(op="placeholder") if getattr(n.meta["desc"], "idx", None) == count]
+    assert not added.users
+    size = added.meta["val"].shape[0]
+    assert isinstance(size, int)
+    assert size == 3
+    # What it computes is what it computed.
+    assert torch.equal(y, layer(x))
+    assert torch.equal(x.grad, layer.weight.detach().sum(0).expand(5, 4))
+    assert adds.value.grad is None
+
+
+def test_the_example_of_an_added_input_is_fake_in_the_mode_that_autograd_traces_with() -> None:
+    adds = Adds(torch.ones(()))
+    torch.compile(lambda x: x * 2, backend=adds, dynamic=True)(torch.randn(5, requires_grad=True))
+    assert isinstance(adds.example, FakeTensor)
+    assert (adds.example.dtype, tuple(adds.example.shape)) == (torch.float32, ())
+    values = [node.meta["val"] for node in adds.joints[0].graph.find_nodes(op="placeholder")]
+    modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
+    assert len(modes) >= 3
+    assert all(mode is adds.example.fake_mode for mode in modes)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_added_input_that_needs_a_gradient_has_a_place_for_it(requires_grad: bool) -> None:
+    adds = Adds(torch.zeros(3, requires_grad=requires_grad))
+    torch.compile(lambda x: x.sin(), backend=adds)(torch.randn(5, requires_grad=True))
+    (output,) = adds.joints[0].graph.find_nodes(op="output")
+    places = [getattr(getattr(desc, "grad_of", None), "idx", None) for desc in output.meta["desc"]]
+    assert (1 in places) == requires_grad
+    assert output.args[0][-1] is None
 
 
 def test_tracing_without_autocast() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpcompile.execution.optimizer_step import install
-from mpcompile.execution.stand_in import parameters_of, set_substitute
+from mpcompile.execution.stand_in import assigned_in, parameters_of, set_substitute
 from mpcompile.notices import MixprecError
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -49,12 +49,18 @@ class MasterWeights(Mapping[str, Tensor]):
                     "that is not among model.parameters(); master_weights needs the model it belongs to."
                 )
         self._names = {parameter: names[parameter] for parameter in low}
+        self._places = [
+            (name, parameter)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter in self._names
+        ]
         self._masters: dict[Tensor, nn.Parameter] = {
             parameter: nn.Parameter(parameter.detach().float()) for parameter in low
         }
         for parameter in low:
             _accumulate_in_fp32(parameter)
             _widen_state(optimizer.state.get(parameter, {}))
+        self._versions: dict[Tensor, int] = {}
         self._stashed: dict[str, Any] = {}
         set_substitute(optimizer, self)
         self._hook(model, optimizer)
@@ -62,6 +68,7 @@ class MasterWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         for parameter, own in self._names.items():
             if own == name:
+                self.absorb()
                 return self._masters[parameter].detach()
         raise KeyError(name)
 
@@ -74,8 +81,15 @@ class MasterWeights(Mapping[str, Tensor]):
     def prepare(self, optimizer: Optimizer) -> dict[str, Any]:
         """The attributes with which the optimizer steps the masters: groups and state with masters for parameters."""
         self._require_own_parameters()
+        for parameter in parameters_of(optimizer):
+            if parameter.dtype in _LOW and parameter not in self._masters:
+                raise MixprecError(
+                    f"A {str(parameter.dtype)[6:]} parameter of shape {tuple(parameter.shape)} was added to the "
+                    "optimizer after master_weights() and has no master. Add all parameter groups before."
+                )
         self.absorb()
         for parameter, master in self._masters.items():
+            self._versions[parameter] = parameter._version
             master.grad = None if parameter.grad is None else parameter.grad.float()
         groups = [
             {**group, "params": [self._master(parameter) for parameter in group["params"]]}
@@ -96,6 +110,12 @@ class MasterWeights(Mapping[str, Tensor]):
         parameters: dict[Any, Any] = {master: parameter for parameter, master in self._masters.items()}
         for key, value in stepped.state.items():
             optimizer.state[parameters.get(key, key)] = value
+        if any(parameter._version != self._versions[parameter] for parameter in self._masters):
+            raise MixprecError(
+                "This optimizer's step wrote into the 16-bit parameters themselves, past their masters: it steps "
+                "another optimizer. Give that inner optimizer to master_weights()."
+            )
+        optimizer.__dict__.update(assigned_in(stepped))
         for group, own in zip(stepped.param_groups, optimizer.param_groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
         for parameter, master in self._masters.items():
@@ -122,25 +142,34 @@ class MasterWeights(Mapping[str, Tensor]):
                 )
 
     def _hook(self, model: nn.Module, optimizer: Optimizer) -> None:
-        # A function: torch marks it with an attribute, which a bound method cannot have.
-        model.register_state_dict_post_hook(lambda *arguments: self._save(*arguments))
-        model.register_load_state_dict_pre_hook(self._load)
+        model.register_state_dict_post_hook(_Hook(self, "_save"))
+        model.register_load_state_dict_pre_hook(_Hook(self, "_load"))
+        handle = optimizer.register_step_post_hook(self._after_step)
+        # Before the user's own hooks, which may look at the stepped parameters or write into them.
+        hooks = optimizer._optimizer_step_post_hooks
+        assert isinstance(hooks, OrderedDict)
+        hooks.move_to_end(handle.id, last=False)
         optimizer.register_load_state_dict_pre_hook(self._stash_state)
         optimizer.register_load_state_dict_post_hook(self._restore_state)
 
+    def _present(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        """The parameters that ``module`` still holds, under all their names."""
+        held = dict(module.named_parameters(remove_duplicate=False))
+        return [(name, parameter) for name, parameter in self._places if held.get(name) is parameter]
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], _: Any) -> None:
+        if args[0] is not optimizer and parameters_of(args[0]):
+            self.commit(optimizer, args[0])
+
     def _save(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        if module is not self._model():  # a deep copy has the hooks too, and parameters of its own
-            return
         self.absorb()
-        for parameter, name in self._names.items():
+        for name, parameter in self._present(module):
             if prefix + name in state:
                 state[prefix + name] = self._masters[parameter].detach()
 
     @torch.no_grad()
     def _load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if module is not self._model():
-            return
-        for parameter, name in self._names.items():
+        for name, parameter in self._present(module):
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 self._masters[parameter].copy_(value)
@@ -156,9 +185,25 @@ class MasterWeights(Mapping[str, Tensor]):
             if parameter not in self._masters:
                 continue
             for key, value in saved["state"].get(index, {}).items():
-                if isinstance(value, Tensor) and value.dtype is torch.float32 and key in optimizer.state[parameter]:
-                    old = optimizer.state[parameter][key]
-                    optimizer.state[parameter][key] = value.to(old.device, copy=True)
+                old = optimizer.state[parameter].get(key)
+                if isinstance(value, Tensor) and isinstance(old, Tensor) and old.dtype in _LOW:
+                    wide = torch.float32 if value.dtype in _LOW else value.dtype
+                    optimizer.state[parameter][key] = value.to(old.device, wide, copy=True)
+
+
+class _Hook:
+    """A method as a hook that pickles with its module, and then does nothing: masters are not pickled."""
+
+    def __init__(self, masters: MasterWeights | None, method: str) -> None:
+        self._masters = masters
+        self._method = method
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._masters is not None:
+            getattr(self._masters, self._method)(*arguments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_masters": None}
 
 
 def _accumulate_in_fp32(parameter: Tensor) -> None:

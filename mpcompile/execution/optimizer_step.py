@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpcompile.execution.judgement import judge
 from mpcompile.execution.stand_in import is_stand_in, parameters_of, stand_in, substitute_of, without_parameters
@@ -27,7 +27,6 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def install() -> None:
     """Install the hooks, once in a process."""
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -43,13 +42,6 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if masters is not None:
         changes = {**changes, **masters.prepare(optimizer)}
     return ((stand_in(optimizer, **changes), *args[1:]), kwargs) if changes else None
-
-
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-    masters = substitute_of(optimizer)
-    stepped = args[0]
-    if masters is not None and stepped is not optimizer and parameters_of(stepped):
-        masters.commit(optimizer, stepped)
 
 
 def _judge(optimizer: Optimizer, watched: list[tuple[Tensor, Watched]]) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 
 _MARK = "_mixprec_stand_in"
+"""Attribute of a stand-in: the names of the attributes that were replaced."""
 _SUBSTITUTE = "_mixprec_substitute"
 
 
@@ -15,9 +16,6 @@ class Substitute(Protocol):
 
     def prepare(self, optimizer: Optimizer) -> dict[str, Any]:
         """The attributes to step with instead of the optimizer's own."""
-
-    def commit(self, optimizer: Optimizer, stepped: Optimizer) -> None:
-        """Take over what the step of the stand-in with those attributes did."""
 
 
 def substitute_of(optimizer: Optimizer) -> Any:
@@ -39,13 +37,19 @@ def stand_in(optimizer: Optimizer, **attributes: Any) -> Optimizer:
     """
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__, **attributes)
-    twin.__dict__[_MARK] = True
+    twin.__dict__[_MARK] = frozenset(attributes)
     return twin
 
 
 def is_stand_in(optimizer: Optimizer) -> bool:
     """Whether an optimizer is one made here."""
     return _MARK in optimizer.__dict__
+
+
+def assigned_in(twin: Optimizer) -> dict[str, Any]:
+    """The attributes of a stand-in that were not replaced, with what its step assigned to them."""
+    replaced = twin.__dict__[_MARK] | {_MARK}
+    return {name: value for name, value in twin.__dict__.items() if name not in replaced}
 
 
 def without_parameters(optimizer: Optimizer) -> Optimizer:

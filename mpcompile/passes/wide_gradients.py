@@ -11,16 +11,17 @@ from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import Change, PassResult
 
 WIDE_GRADIENTS = "mixprec_wide_gradients"
-"""Key of ``gm.meta``: positions of the outputs that are gradients of parameters whose ``grad_dtype`` is fp32."""
+"""Key of ``gm.meta``: positions of the outputs that are gradients of 16-bit parameters."""
 
 
 def widen_gradients(gm: fx.GraphModule, policy: Policy) -> PassResult:
-    """Return the gradients of parameters with ``grad_dtype`` fp32 in fp32, without rounding them on the way out.
+    """Return the gradients of 16-bit parameters in fp32, without rounding them on the way out.
 
     before:  grad = convert(sum, bf16);  return grad
     after:   return sum
 
-    Legal because autograd asks for the gradient in the parameter's ``grad_dtype``. Leaves alone every other output.
+    Legal because autograd casts what it is given to the parameter's ``grad_dtype``: fp32 where it has masters, else its
+    own dtype, rounded then. (Whether it has may change without a new compilation.) Leaves alone every other output.
     """
     changes: list[Change] = []
     positions = gm.meta.get(WIDE_GRADIENTS, ())
@@ -34,7 +35,7 @@ def widen_gradients(gm: fx.GraphModule, policy: Policy) -> PassResult:
             wide = _wide(gradient)
             values[position] = wide
             before = str(dtype_of(gradient))[6:]
-            changes.append(Change(wide.name, op_name(wide), before, "float32", "the parameter's grad_dtype is float32"))
+            changes.append(Change(wide.name, op_name(wide), before, "float32", "accumulated in its grad_dtype"))
     output.args = (values,)
     return PassResult("widen_gradients", tuple(changes))
 

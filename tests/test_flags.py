@@ -1,0 +1,257 @@
+"""The overflow flags of one graph: raised by its backward, consumed by optimizer steps, aged by those of others."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from mpcompile.execution.flags import Flags
+from mpcompile.execution.loss_scale import DynamicLossScale
+from mpcompile.execution.runtime import Runtime
+from mpcompile.execution.watch import watch
+
+GENERATOR, DISCRIMINATOR = (0, 1), (2, 3)
+"""Slots of the parameters that one optimizer steps, and of those that the other does."""
+
+
+class Graph:
+    """Flags of four parameters, as a compiled graph would have them, and the gradients that the graph left."""
+
+    def __init__(self, count: int = 4) -> None:
+        self.runtime = Runtime(DynamicLossScale(), "policy")
+        self.flags = Flags(self.runtime, count, torch.device("cpu"))
+        self.parameters = [nn.Parameter(torch.zeros(2)) for _ in range(count)]
+        for slot, parameter in enumerate(self.parameters):
+            self.flags.belong_to(watch(parameter, f"p{slot}", self.runtime), slot)
+
+    def backward(self, *overflowed: int) -> None:
+        """One backward, whose gradients in the slots ``overflowed`` are not finite."""
+        flags = torch.zeros(len(self.parameters))
+        flags[list(overflowed)] = 1
+        self.flags.add(flags)
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.ones(2)
+            else:
+                parameter.grad += 1  # autograd adds in place as well
+
+    def zero_grad(self, slots: Sequence[int], set_to_none: bool = True) -> None:
+        torch.optim.SGD([self.parameters[slot] for slot in slots]).zero_grad(set_to_none)
+
+    def raised(self, *slots: int) -> list[bool]:
+        found = self.flags.raised(slots)
+        assert found.dtype is torch.bool
+        return found.tolist()
+
+
+def test_nothing_is_raised_before_a_backward() -> None:
+    assert Graph().raised(0, 1, 2, 3) == [False] * 4
+
+
+def test_flags_are_raised_in_the_slots_that_overflowed() -> None:
+    graph = Graph()
+    graph.backward(1, 3)
+    assert graph.raised(0, 1, 2, 3) == [False, True, False, True]
+
+
+def test_slots_are_answered_in_the_order_they_are_asked_for() -> None:
+    graph = Graph()
+    graph.backward(1)
+    assert graph.raised(3, 1) == [False, True]
+    assert graph.raised(1, 3) == [True, False]
+    assert graph.raised(1) == [True]
+
+
+def test_a_clean_backward_does_not_lower_the_flag_of_an_earlier_one() -> None:
+    # Gradients are accumulated: the infinity of the first is in the sum.
+    graph = Graph()
+    graph.backward(0)
+    graph.backward()
+    graph.backward(2)
+    assert graph.raised(0, 1, 2, 3) == [True, False, True, False]
+
+
+def test_adding_keeps_nothing_of_the_given_tensor() -> None:
+    # A CUDA graph writes its next flags into the same memory.
+    graph, flags = Graph(), torch.tensor([1.0, 0.0, 0.0, 0.0])
+    graph.flags.add(flags)
+    flags.fill_(1)
+    assert graph.raised(0, 1, 2, 3) == [True, False, False, False]
+    graph.backward(2)
+    assert flags.tolist() == [1.0] * 4
+
+
+def test_adding_does_not_write_into_the_tensor_of_an_earlier_backward() -> None:
+    graph, first = Graph(), torch.zeros(4)
+    graph.flags.add(first)
+    graph.flags.add(torch.ones(4))
+    assert first.tolist() == [0.0] * 4
+
+
+def test_consuming_all_slots_clears_them() -> None:
+    graph = Graph()
+    graph.backward(0, 3)
+    graph.flags.consume([0, 1, 2, 3])
+    assert graph.raised(0, 1, 2, 3) == [False] * 4
+
+
+def test_consuming_twice_raises_nothing_again() -> None:
+    graph = Graph()
+    graph.backward(0, 2)
+    graph.flags.consume(GENERATOR)
+    graph.flags.consume(GENERATOR)
+    assert graph.raised(0, 1) == [False, False]
+
+
+def test_what_is_asked_for_stays_raised_until_it_is_consumed() -> None:
+    graph = Graph()
+    graph.backward(0)
+    assert graph.raised(0) == graph.raised(0) == [True]
+
+
+def test_consumed_flags_stay_cleared_while_their_gradient_is_still_there() -> None:
+    # The step was skipped and the gradients were not cleared: the new step looks at the gradient itself.
+    graph = Graph()
+    graph.backward(0)
+    graph.flags.consume(GENERATOR)
+    graph.backward()
+    assert graph.raised(0, 1) == [False, False]
+
+
+def test_a_flag_counts_after_anothers_step_if_the_gradient_is_still_there() -> None:
+    graph = Graph()
+    graph.backward(2)
+    graph.flags.consume(GENERATOR)
+    assert graph.raised(*DISCRIMINATOR) == [True, False]
+
+
+def test_a_flag_counts_after_anothers_step_if_the_gradient_was_accumulated_into() -> None:
+    graph = Graph()
+    graph.backward(2)
+    graph.flags.consume(GENERATOR)
+    graph.backward()
+    assert graph.raised(*DISCRIMINATOR) == [True, False]
+
+
+def test_a_flag_counts_after_several_steps_of_another() -> None:
+    graph = Graph()
+    graph.backward(2)
+    for _ in range(3):
+        graph.flags.consume(GENERATOR)
+        graph.zero_grad(GENERATOR)
+        graph.backward()
+    assert graph.raised(*DISCRIMINATOR) == [True, False]
+
+
+def test_a_flag_does_not_count_after_anothers_step_and_zero_grad() -> None:
+    graph = Graph()
+    graph.backward(2)
+    graph.flags.consume(GENERATOR)
+    graph.zero_grad(DISCRIMINATOR)
+    graph.backward()
+    assert graph.raised(*DISCRIMINATOR) == [False, False]
+
+
+def test_a_fresh_overflow_counts_where_a_stale_one_does_not() -> None:
+    graph = Graph()
+    graph.backward(2)
+    graph.flags.consume(GENERATOR)
+    graph.zero_grad(DISCRIMINATOR)
+    graph.backward(3)
+    assert graph.raised(*DISCRIMINATOR) == [False, True]
+
+
+def test_a_stale_flag_stays_stale_through_another_step() -> None:
+    # Two steps of the generator, between them zero_grad of the discriminator: the gradient that waits for the
+    # discriminator's step is that of the second backward, which was clean.
+    graph = Graph()
+    graph.backward(2)
+    graph.flags.consume(GENERATOR)
+    graph.zero_grad(DISCRIMINATOR)
+    graph.backward()
+    graph.flags.consume(GENERATOR)
+    assert graph.raised(*DISCRIMINATOR) == [False, False]
+
+
+def test_each_parameter_ages_on_its_own() -> None:
+    graph = Graph()
+    graph.backward(2, 3)
+    graph.flags.consume(GENERATOR)
+    graph.zero_grad([2])
+    graph.backward()
+    assert graph.raised(*DISCRIMINATOR) == [False, True]
+
+
+def test_an_aged_flag_is_consumed_by_its_own_step() -> None:
+    graph = Graph()
+    graph.backward(2)
+    graph.flags.consume(GENERATOR)
+    graph.flags.consume(DISCRIMINATOR)
+    assert graph.raised(0, 1, 2, 3) == [False] * 4
+
+
+def test_two_optimizers_that_step_in_turn_each_see_their_own() -> None:
+    graph = Graph()
+    for overflowed in (0, 2, 0, 2):
+        graph.backward(overflowed)
+        assert graph.raised(*GENERATOR) == [overflowed == 0, False]
+        graph.flags.consume(GENERATOR)
+        assert graph.raised(*DISCRIMINATOR) == [overflowed == 2, False]
+        graph.flags.consume(DISCRIMINATOR)
+        graph.zero_grad((*GENERATOR, *DISCRIMINATOR))
+
+
+def test_a_slot_that_belongs_to_no_parameter_does_not_keep_flags_from_being_consumed() -> None:
+    # The graph has an input that is differentiable and no parameter: nobody steps it.
+    runtime = Runtime(DynamicLossScale(), "policy")
+    flags, parameter = Flags(runtime, 2, torch.device("cpu")), nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    flags.belong_to(watch(parameter, "p", runtime), 1)
+    flags.add(torch.ones(2))
+    assert flags.raised([1]).tolist() == [True]
+    flags.consume([1])
+    assert flags.raised([1]).tolist() == [False]
+
+
+def test_a_parameter_that_is_gone_does_not_keep_the_others_from_being_judged() -> None:
+    graph = Graph()
+    graph.backward(2, 3)
+    del graph.parameters[3]
+    graph.flags.consume(GENERATOR)
+    assert graph.raised(2) == [True]
+
+
+def test_flags_are_found_through_the_parameter_they_speak_of() -> None:
+    graph = Graph(2)
+    watched = watch(graph.parameters[1], "again", graph.runtime)
+    assert [(flags, slot) for flags, slot in watched.flags()] == [(graph.flags, 1)]
+    assert watched.name == "p1"
+
+
+def test_a_parameter_of_two_graphs_has_a_flag_in_each() -> None:
+    graph = Graph(2)
+    other = Flags(graph.runtime, 3, torch.device("cpu"))
+    watched = watch(graph.parameters[1], "p1", graph.runtime)
+    other.belong_to(watched, 2)
+    assert [(flags, slot) for flags, slot in watched.flags()] == [(graph.flags, 1), (other, 2)]
+    assert watched.runtimes == [graph.runtime]
+
+
+def test_the_flags_of_a_graph_that_is_gone_are_forgotten() -> None:
+    graph = Graph(2)
+    watched = watch(graph.parameters[1], "p1", graph.runtime)
+    for _ in range(5):
+        Flags(graph.runtime, 2, torch.device("cpu")).belong_to(watched, 1)
+    assert [(flags, slot) for flags, slot in watched.flags()] == [(graph.flags, 1)]
+    assert len(watched._places) <= 2  # the last one is forgotten when the next comes
+
+
+def test_a_flag_counts_after_zeroing_in_place_because_the_gradient_is_still_there() -> None:
+    graph = Graph()
+    graph.backward(2)
+    before = graph.parameters[2].grad
+    graph.flags.consume(GENERATOR)
+    graph.zero_grad(DISCRIMINATOR, set_to_none=False)
+    graph.backward()
+    assert graph.parameters[2].grad is before
+    assert graph.raised(*DISCRIMINATOR) == [True, False]
