@@ -52,9 +52,10 @@ def mixprec(
     parameters = parameters_of(graph, site.locals)
     intent = read_intent(graph, policy, site.scope, parameters)
     autocast = Autocast.around(graph)
-    kernels = lower_kernels(graph, policy)
     trained = torch.is_grad_enabled() and settings.scaling(policy.dtype) is not None
     inputs = GraphInputs.of(graph, example_inputs, parameters, policy.dtype, scaled=trained)
+    inputs.mark_range(graph)
+    kernels = lower_kernels(graph, policy)
     scaling = LossScaling.attach(graph, inputs, device, site.compiled)
 
     in_aten = policy.only_op_rules()  # module and parameter rules are marks on the nodes by now

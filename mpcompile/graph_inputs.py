@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
-from mpcompile.passes.graph import LOW_DTYPES, PARAMETER, output_of, tensor
+from mpcompile.passes.graph import LOW_DTYPES, PARAMETER, output_of, subgraphs, tensor
 from mpcompile.passes.range_guard import BEYOND_RANGE, LARGEST
 from mpcompile.passes.scaling import SCALING, ScalingSite
 from mpcompile.passes.wide_gradients import WIDE_GRADIENTS
@@ -57,6 +58,12 @@ class GraphInputs:
             f"scaled {list(self.slots)}",
         )
 
+    def mark_range(self, graph: fx.GraphModule) -> None:
+        """Write down in Dynamo's graph which inputs fp16 cannot hold."""
+        for position, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+            if position in self.beyond_range:
+                node.meta[BEYOND_RANGE] = True
+
     def mark(self, gm: fx.GraphModule) -> None:
         """Write down in a joint (or inference) graph which of its inputs and outputs are which."""
         for node in gm.graph.find_nodes(op="placeholder"):
@@ -65,6 +72,7 @@ class GraphInputs:
                 node.meta[PARAMETER] = self.parameters[position]
             if position in self.beyond_range:
                 node.meta[BEYOND_RANGE] = True
+        _mark_bodies(gm)
         gradients = dict(_gradients(gm))
         gm.meta[WIDE_GRADIENTS] = tuple(i for i, position in gradients.items() if position in self.wide_gradients)
         if self.slots and gradients:
@@ -88,12 +96,27 @@ class GraphInputs:
         )
 
 
+def _mark_bodies(gm: fx.GraphModule) -> None:
+    """Hand on to the bodies of higher-order ops what is known of their operands: the last arguments of the call."""
+    for name, body in subgraphs(gm):
+        inner = body.graph.find_nodes(op="placeholder")
+        readers = [node for node in gm.graph.find_nodes(op="get_attr") if node.target == name]
+        for call in [user for node in readers for user in node.users]:
+            operands = [leaf for leaf in tree_leaves(call.args) if isinstance(leaf, fx.Node)][-len(inner) :]
+            for placeholder, operand in zip(inner, operands, strict=False):
+                known = {key: operand.meta[key] for key in (PARAMETER, BEYOND_RANGE) if key in operand.meta}
+                placeholder.meta.update(known)
+        _mark_bodies(body)
+
+
 def _is_differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _is_beyond_range(value: Any) -> bool:
     if isinstance(value, FakeTensor) or not isinstance(value, torch.Tensor) or not value.numel():
+        return False
+    if value.dtype not in (torch.float32, torch.float64, torch.bfloat16):
         return False
     ends = torch.stack((value.detach().amin(), value.detach().amax())).abs()
     return bool(((ends > LARGEST) & torch.isfinite(ends)).any())

@@ -70,7 +70,7 @@ class Options:
         if self.policy == "fp32" and (self.dtype != "auto" or self.low):
             raise ValueError("policy='fp32' changes nothing; it contradicts options `dtype` and `low`.")
         low = self.policy.dtype if isinstance(self.policy, Policy) else _DTYPES.get(self.dtype)
-        if self.loss_scale not in ("auto", None) and (low is torch.bfloat16 or self.policy == "fp32"):
+        if self.loss_scale not in ("auto", None) and (low in (torch.bfloat16, torch.float32) or self.policy == "fp32"):
             raise ValueError(f"loss_scale={self.loss_scale!r} is for dtype='fp16'; bf16 and fp32 need no loss scale.")
         if self.inductor and self.compiler != "inductor":
             raise ValueError(f"Option `inductor` needs compiler='inductor', got compiler={self.compiler!r}.")

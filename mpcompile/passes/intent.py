@@ -28,10 +28,11 @@ _grouped_mm multi_head_attention_forward __matmul__ __rmatmul__""".split()
 )
 """Torch-level calls that become LOW operators."""
 
-_VIEWS = frozenset(
+VIEWS = frozenset(
     """view reshape transpose permute t unsqueeze squeeze expand expand_as contiguous flatten unflatten swapaxes
 movedim __getitem__ getitem getattr chunk split mT""".split()
 )
+"""Torch-level calls that move elements."""
 
 _BIASES = {"linear": 2, "bilinear": 3, "addmm": 0, "baddbmm": 0, "addbmm": 0, "addmv": 0} | {
     f"conv{kind}{dims}d": 2 for kind in ("", "_transpose") for dims in (1, 2, 3)
@@ -200,7 +201,7 @@ def _is_floating(arg: Any) -> bool:
 
 def _asked_for_fp32(node: fx.Node) -> bool:
     """Whether a value is an explicit ``.float()`` or ``.to(torch.float32)``, seen through views."""
-    while call_name(node) in _VIEWS and node.all_input_nodes:
+    while call_name(node) in VIEWS and node.all_input_nodes:
         node = node.all_input_nodes[0]
     name = call_name(node)
     if name == "float":

@@ -14,8 +14,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from mpcompile.passes.intent import call_name, is_marked_fp32
+from mpcompile.passes.intent import VIEWS, call_name, is_marked_fp32
 from mpcompile.passes.policy import Policy
+from mpcompile.passes.range_guard import BEYOND_RANGE, beyond_range
 from mpcompile.passes.result import Change, PassResult
 
 _ATTENTION = ("query", "key", "value")
@@ -35,7 +36,8 @@ def lower_kernels(gm: fx.GraphModule, policy: Policy) -> PassResult:
     after:   out = scaled_dot_product_attention(q.to(bf16), k.to(bf16), v.to(bf16), attn_mask=...).to(float32)
 
     Legal because these kernels accumulate in fp32 and the result has its traced dtype again. Leaves alone: calls
-    marked fp32 by ``read_intent``, calls with an operand that is not fp32, boolean masks, masks that need a
+    marked fp32 by ``read_intent``, calls with an operand that is not fp32 or is beyond fp16's range, boolean
+    masks, masks that need a
     gradient, and masks on a CPU, whose kernel reads an fp32 mask beside low operands.
     """
     changes = []
@@ -45,11 +47,21 @@ def lower_kernels(gm: fx.GraphModule, policy: Policy) -> PassResult:
             continue
         if any(_dtype(operand) is not torch.float32 for operand in operands.values()):
             continue
+        if policy.dtype is torch.float16 and any(map(_is_beyond_range, operands.values())):
+            continue
         _narrow(node, operands, policy.dtype)
         _widen_result(node)
         low = str(policy.dtype)[6:]
         changes.append(Change(node.name, call_name(node), "float32", low, "kernel is chosen by dtype"))
     return PassResult("lower_kernels", tuple(changes))
+
+
+def _is_beyond_range(node: fx.Node) -> bool:
+    """Whether an operand is a parameter, or filled with a number, that fp16 cannot hold."""
+    while call_name(node) in VIEWS and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    fills = "full" in call_name(node) or "fill" in call_name(node)
+    return BEYOND_RANGE in node.meta or (fills and beyond_range((*node.args, *node.kwargs.values())) is not None)
 
 
 def _operands(node: fx.Node) -> dict[str | int, Any]:

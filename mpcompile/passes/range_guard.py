@@ -12,7 +12,15 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from mpcompile.passes.graph import arguments, is_view, packet_name, parameter_name
+from mpcompile.passes.graph import (
+    arguments,
+    is_cast,
+    is_partial_view,
+    is_tuple_view,
+    is_view,
+    packet_name,
+    parameter_name,
+)
 
 LARGEST = 65504.0
 """The largest finite fp16 number, (2 - 2^-10) 2^15."""
@@ -49,11 +57,17 @@ def guard_range(node: fx.Node, low: torch.dtype) -> str | None:
 
 
 def _origins(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands of an operation, below their views."""
+    """The operands of an operation, below what only moves their elements."""
     for source in node.all_input_nodes:
-        while source.op == "call_function" and is_view(source):
-            source = source.all_input_nodes[0]
-        yield source
+        if source.op == "call_function" and _moves_elements(source):
+            yield from _origins(source)
+        else:
+            yield source
+
+
+def _moves_elements(node: fx.Node) -> bool:
+    moves = is_view(node) or is_partial_view(node) or is_tuple_view(node) or is_cast(node)
+    return moves or packet_name(node.target) in ("cat", "stack")
 
 
 def _filled_with(node: fx.Node) -> float | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import fx
 
 from mpcompile.passes.edit import insert_after
-from mpcompile.passes.graph import aten, is_backward, op_name, user_op_name
+from mpcompile.passes.graph import aten, is_backward, op_name, packet_name, user_op_name
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import Change, PassResult
 
@@ -33,12 +35,14 @@ def keep_statistics_finite(gm: fx.GraphModule, policy: Policy) -> PassResult:
 
 
 def _is_statistic(node: object) -> bool:
-    return (
-        isinstance(node, fx.Node)
-        and node.op == "call_function"
-        and not is_backward(node)
-        and "batch_norm" in user_op_name(node)
-    )
+    # Instance normalisation averages the statistics of its instances, and copies them into the buffer.
+    while _is_call(node) and packet_name(node.target) in ("alias", "view", "mean", "copy"):
+        node = node.args[1 if packet_name(node.target) == "copy" else 0]
+    return _is_call(node) and not is_backward(node) and "batch_norm" in user_op_name(node)
+
+
+def _is_call(node: object) -> TypeGuard[fx.Node]:
+    return isinstance(node, fx.Node) and node.op == "call_function"
 
 
 def _is_guarded(node: fx.Node) -> bool:
