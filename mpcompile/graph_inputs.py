@@ -134,7 +134,8 @@ def _is_low_leaf(value: Any) -> bool:
 def _position(description: Any) -> int | None:
     """Position in Dynamo's graph of the input that is described; None for one of autograd's own."""
     description = _whole(description)
-    return getattr(description, "idx", None)
+    # Tokens and dummies have an ``idx`` too, of their own.
+    return description.idx if type(description).__name__ == "PlainAOTInput" else None
 
 
 def _whole(description: Any) -> Any:

@@ -37,8 +37,7 @@ def lower_kernels(gm: fx.GraphModule, policy: Policy) -> PassResult:
 
     Legal because these kernels accumulate in fp32 and the result has its traced dtype again. Leaves alone: calls
     marked fp32 by ``read_intent``, calls with an operand that is not fp32 or is beyond fp16's range, boolean
-    masks, masks that need a
-    gradient, and masks on a CPU, whose kernel reads an fp32 mask beside low operands.
+    masks, masks that need a gradient, and masks on a CPU, whose kernel reads an fp32 mask beside low operands.
     """
     changes = []
     for node in list(gm.graph.nodes):

@@ -21,6 +21,7 @@ from mpcompile.passes.graph import (
     dtype_of,
     is_cast,
     is_getitem,
+    is_partial_view,
     is_view,
     op_name,
     output_of,
@@ -97,8 +98,6 @@ class _Scaling:
             )
         self._scaled: set[fx.Node] = set()
         self._true: dict[fx.Node, fx.Node] = {}
-        like = self._tangents[0]
-        self._inverse = insert_after(like, aten.reciprocal.default, (self._scale,), {}, like, "inverse_scale")
         self.changes: list[Change] = []
 
     def scale_tangents(self) -> None:
@@ -109,6 +108,9 @@ class _Scaling:
             for reader in readers:
                 reader.replace_input_with(tangent, scaled)
             self._scaled.add(scaled)
+        # After them: it is put where backward begins, before what is there already.
+        like = self._tangents[0]
+        self._inverse = insert_after(like, aten.reciprocal.default, (self._scale,), {}, like, "inverse_scale")
 
     def follow(self) -> None:
         """Follow the factor through backward; give operations that do not carry it true values."""
@@ -202,9 +204,14 @@ class _Scaling:
         """The true value of a scaled one: made above its views, which keep their strides."""
         if node not in self._true:
             source = node.args[0] if node.args else None
-            if is_view(node) and source in self._scaled:
+            if _is_view_of_one(node) and source in self._scaled:
                 assert isinstance(source, fx.Node)
                 self._true[node] = insert_view(node, self._unscaled(source, name, reason))
+            elif is_partial_view(node) and source in self._scaled:  # a piece of a split
+                assert isinstance(source, fx.Node)
+                whole = source.args[0]
+                assert isinstance(whole, fx.Node)
+                self._true[node] = insert_view(node, insert_view(source, self._unscaled(whole, name, reason)))
             elif is_cast(node) and dtype_of(node) in LOW_DTYPES and source in self._scaled:
                 assert isinstance(source, fx.Node)
                 dtype = dtype_of(node)
@@ -219,6 +226,11 @@ class _Scaling:
         for value in tree_leaves(_output_args(self._gm)):
             if value in self._scaled:
                 raise PassError(f"The scaled value {describe(value)} would leave the graph where no gradient does.")
+
+
+def _is_view_of_one(node: fx.Node) -> bool:
+    """Whether a node is a view of its first argument: a gradient that is one must stay one to keep its strides."""
+    return is_view(node) or (is_partial_view(node) and not is_getitem(node))
 
 
 def _device(node: fx.Node) -> torch.device | None:

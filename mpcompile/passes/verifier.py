@@ -101,7 +101,7 @@ def _aliases(outputs: list[Any]) -> Iterator[tuple[int, str]]:
             root = _root(output)
             if root.op == "placeholder":
                 yield index, root.name
-            elif first.setdefault(root, index) != index:
+            if first.setdefault(root, index) != index:
                 yield index, f"output {first[root]}"
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
-from mpcompile.passes.edit import insert_cast, insert_view
-from mpcompile.passes.graph import LOW_DTYPES, dtype_of, is_cast, is_view, op_name, output_of
+from mpcompile.passes.edit import insert_after, insert_cast, insert_view
+from mpcompile.passes.graph import LOW_DTYPES, aten, dtype_of, is_cast, is_view, op_name, output_of
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import Change, PassResult
 
@@ -33,6 +35,8 @@ def widen_gradients(gm: fx.GraphModule, policy: Policy) -> PassResult:
         gradient = values[position]
         if dtype_of(gradient) in LOW_DTYPES:
             wide = _wide(gradient)
+            if _is_shared(wide, values):
+                wide = insert_after(wide, aten.clone.default, (wide,), {}, gradient)
             values[position] = wide
             before = str(dtype_of(gradient))[6:]
             changes.append(Change(wide.name, op_name(wide), before, "float32", "accumulated in its grad_dtype"))
@@ -40,14 +44,24 @@ def widen_gradients(gm: fx.GraphModule, policy: Policy) -> PassResult:
     return PassResult("widen_gradients", tuple(changes))
 
 
+def _is_shared(node: fx.Node, others: list[Any]) -> bool:
+    """Whether a node has its memory in common with an input or another output."""
+    root = _root(node)
+    return root.op == "placeholder" or any(isinstance(other, fx.Node) and _root(other) is root for other in others)
+
+
+def _root(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and is_view(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
+
+
 def _wide(node: fx.Node) -> fx.Node:
     source = node.args[0] if node.args else None
     if isinstance(source, fx.Node):
-        if (
-            is_cast(node)
-            and dtype_of(source) is torch.float32
-            and not any(user.op == "output" for user in source.users)
-        ):
+        if is_cast(node) and dtype_of(source) is torch.float32:
             return source
         if is_view(node):
             return insert_view(node, _wide(source))
