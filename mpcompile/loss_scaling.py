@@ -29,7 +29,7 @@ def runtime(compiled: Callable[..., Any]) -> Runtime:
     ``module.compile(...)``; it need not have run yet. Raises ``TypeError`` for anything else.
     """
     call = compile_call(compiled)
-    if call is None:
+    if call is None or call.compiler_name != "mixprec":
         raise TypeError(
             "mpcompile.runtime needs what torch.compile(..., backend='mixprec') returned, or a module after "
             f"module.compile(backend='mixprec'); got {type(compiled).__name__}."

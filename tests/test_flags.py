@@ -1,5 +1,6 @@
-"""The overflow flags of one graph: raised by its backward, consumed by optimizer steps, aged by those of others."""
+"""The overflow flags of one graph: raised by its backward, consumed by steps, void where the gradient was cleared."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,9 @@ from mpcompile.execution.watch import watch
 
 GENERATOR, DISCRIMINATOR = (0, 1), (2, 3)
 """Slots of the parameters that one optimizer steps, and of those that the other does."""
+CPU = torch.device("cpu")
+_numbers = itertools.count()
+"""Of backwards, as autograd counts them."""
 
 
 class Graph:
@@ -19,21 +23,31 @@ class Graph:
 
     def __init__(self, count: int = 4) -> None:
         self.runtime = Runtime(DynamicLossScale(), "policy")
-        self.flags = Flags(self.runtime, count, torch.device("cpu"))
         self.parameters = [nn.Parameter(torch.zeros(2)) for _ in range(count)]
-        for slot, parameter in enumerate(self.parameters):
-            self.flags.belong_to(watch(parameter, f"p{slot}", self.runtime), slot)
+        self.flags = self.flags_of_another_graph()
 
-    def backward(self, *overflowed: int) -> None:
-        """One backward, whose gradients in the slots ``overflowed`` are not finite."""
-        flags = torch.zeros(len(self.parameters))
-        flags[list(overflowed)] = 1
-        self.flags.add(flags)
-        for parameter in self.parameters:
+    def flags_of_another_graph(self) -> Flags:
+        """Flags of one more graph that reads the same parameters."""
+        flags = Flags(self.runtime, CPU)
+        for slot, parameter in enumerate(self.parameters):
+            flags.belong_to(parameter, watch(parameter, f"p{slot}", self.runtime), slot)
+        return flags
+
+    def backward(self, *overflowed: int, flags: Flags | None = None, nodes: int = 1) -> None:
+        """One backward, whose gradients in the slots ``overflowed`` are not finite.
+
+        ``nodes``: how many calls of the graph it passes through; the first of them overflows.
+        """
+        number = next(_numbers)
+        for node in range(nodes):
+            found = torch.zeros(len(self.parameters))
+            found[list(overflowed if node == 0 else ())] = 1
+            (flags or self.flags).add(found, number)
+        for parameter in self.parameters:  # autograd accumulates when all calls of the graph are behind it
             if parameter.grad is None:
                 parameter.grad = torch.ones(2)
             else:
-                parameter.grad += 1  # autograd adds in place as well
+                parameter.grad += 1
 
     def zero_grad(self, slots: Sequence[int], set_to_none: bool = True) -> None:
         torch.optim.SGD([self.parameters[slot] for slot in slots]).zero_grad(set_to_none)
@@ -71,10 +85,17 @@ def test_a_clean_backward_does_not_lower_the_flag_of_an_earlier_one() -> None:
     assert graph.raised(0, 1, 2, 3) == [True, False, True, False]
 
 
+def test_one_backward_through_several_calls_of_the_graph_keeps_the_flags_of_each() -> None:
+    # No gradient is there when the second call is reached, although nothing was cleared.
+    graph = Graph()
+    graph.backward(0, nodes=3)
+    assert graph.raised(0, 1, 2, 3) == [True, False, False, False]
+
+
 def test_adding_keeps_nothing_of_the_given_tensor() -> None:
     # A CUDA graph writes its next flags into the same memory.
     graph, flags = Graph(), torch.tensor([1.0, 0.0, 0.0, 0.0])
-    graph.flags.add(flags)
+    graph.flags.add(flags, next(_numbers))
     flags.fill_(1)
     assert graph.raised(0, 1, 2, 3) == [True, False, False, False]
     graph.backward(2)
@@ -83,8 +104,8 @@ def test_adding_keeps_nothing_of_the_given_tensor() -> None:
 
 def test_adding_does_not_write_into_the_tensor_of_an_earlier_backward() -> None:
     graph, first = Graph(), torch.zeros(4)
-    graph.flags.add(first)
-    graph.flags.add(torch.ones(4))
+    graph.flags.add(first, next(_numbers))
+    graph.flags.add(torch.ones(4), next(_numbers))
     assert first.tolist() == [0.0] * 4
 
 
@@ -173,7 +194,7 @@ def test_a_stale_flag_stays_stale_through_another_step() -> None:
     assert graph.raised(*DISCRIMINATOR) == [False, False]
 
 
-def test_each_parameter_ages_on_its_own() -> None:
+def test_each_parameter_is_cleared_on_its_own() -> None:
     graph = Graph()
     graph.backward(2, 3)
     graph.flags.consume(GENERATOR)
@@ -182,7 +203,7 @@ def test_each_parameter_ages_on_its_own() -> None:
     assert graph.raised(*DISCRIMINATOR) == [False, True]
 
 
-def test_an_aged_flag_is_consumed_by_its_own_step() -> None:
+def test_a_flag_that_outlived_anothers_step_is_consumed_by_its_own() -> None:
     graph = Graph()
     graph.backward(2)
     graph.flags.consume(GENERATOR)
@@ -201,13 +222,61 @@ def test_two_optimizers_that_step_in_turn_each_see_their_own() -> None:
         graph.zero_grad((*GENERATOR, *DISCRIMINATOR))
 
 
+def test_flags_of_a_bad_batch_whose_gradients_were_thrown_away_are_void() -> None:
+    graph = Graph()
+    graph.backward(0, 2)
+    graph.zero_grad((*GENERATOR, *DISCRIMINATOR))
+    graph.backward(1)
+    assert graph.raised(0, 1, 2, 3) == [False, True, False, False]
+
+
+def test_flags_are_void_in_every_graph_once_the_gradient_was_cleared() -> None:
+    # The next backward passes through another graph of the same parameters.
+    graph = Graph()
+    other = graph.flags_of_another_graph()
+    graph.backward(2)
+    graph.zero_grad(DISCRIMINATOR)
+    graph.backward(flags=other)
+    assert graph.raised(*DISCRIMINATOR) == [False, False]
+    assert other.raised(DISCRIMINATOR).tolist() == [False, False]
+
+
+def test_a_flag_raised_after_the_gradient_was_cleared_counts_whatever_graph_saw_it_cleared() -> None:
+    graph = Graph()
+    other = graph.flags_of_another_graph()
+    graph.backward()
+    graph.zero_grad(DISCRIMINATOR)
+    graph.backward(flags=other)
+    graph.backward(2)
+    assert graph.raised(*DISCRIMINATOR) == [True, False]
+
+
+def test_flags_of_two_graphs_in_one_backward_both_count() -> None:
+    graph = Graph()
+    other, number = graph.flags_of_another_graph(), next(_numbers)
+    graph.flags.add(torch.tensor([1.0, 0.0, 0.0, 0.0]), number)
+    other.add(torch.tensor([0.0, 1.0, 0.0, 0.0]), number)
+    assert graph.raised(0, 1) == [True, False]
+    assert other.raised((0, 1)).tolist() == [False, True]
+
+
+def test_parameters_that_nobody_steps_do_not_let_flags_pile_up() -> None:
+    # A head is trained, and the rest of the model, which needs gradients too, keeps them for ever.
+    graph = Graph()
+    for _ in range(50):
+        graph.backward()
+        graph.flags.consume(GENERATOR)
+        graph.zero_grad(GENERATOR)
+    assert len(graph.flags._raised) < 5
+
+
 def test_a_slot_that_belongs_to_no_parameter_does_not_keep_flags_from_being_consumed() -> None:
     # The graph has an input that is differentiable and no parameter: nobody steps it.
     runtime = Runtime(DynamicLossScale(), "policy")
-    flags, parameter = Flags(runtime, 2, torch.device("cpu")), nn.Parameter(torch.zeros(2))
+    flags, parameter = Flags(runtime, CPU), nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
-    flags.belong_to(watch(parameter, "p", runtime), 1)
-    flags.add(torch.ones(2))
+    flags.belong_to(parameter, watch(parameter, "p", runtime), 1)
+    flags.add(torch.ones(2), next(_numbers))
     assert flags.raised([1]).tolist() == [True]
     flags.consume([1])
     assert flags.raised([1]).tolist() == [False]
@@ -230,9 +299,9 @@ def test_flags_are_found_through_the_parameter_they_speak_of() -> None:
 
 def test_a_parameter_of_two_graphs_has_a_flag_in_each() -> None:
     graph = Graph(2)
-    other = Flags(graph.runtime, 3, torch.device("cpu"))
+    other = Flags(graph.runtime, CPU)
     watched = watch(graph.parameters[1], "p1", graph.runtime)
-    other.belong_to(watched, 2)
+    other.belong_to(graph.parameters[1], watched, 2)
     assert [(flags, slot) for flags, slot in watched.flags()] == [(graph.flags, 1), (other, 2)]
     assert watched.runtimes == [graph.runtime]
 
@@ -241,7 +310,7 @@ def test_the_flags_of_a_graph_that_is_gone_are_forgotten() -> None:
     graph = Graph(2)
     watched = watch(graph.parameters[1], "p1", graph.runtime)
     for _ in range(5):
-        Flags(graph.runtime, 2, torch.device("cpu")).belong_to(watched, 1)
+        Flags(graph.runtime, CPU).belong_to(graph.parameters[1], watched, 1)
     assert [(flags, slot) for flags, slot in watched.flags()] == [(graph.flags, 1)]
     assert len(watched._places) <= 2  # the last one is forgotten when the next comes
 

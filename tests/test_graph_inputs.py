@@ -29,6 +29,7 @@ from mpcompile.passes.wide_gradients import WIDE_GRADIENTS
 from tests.helpers import joint
 
 BF16, FP16 = torch.bfloat16, torch.float16
+INF, NAN = float("inf"), float("nan")
 
 
 def look_at(
@@ -45,13 +46,6 @@ def look_at(
 
 def parameter(*values: float, dtype: torch.dtype = torch.float32, trained: bool = True) -> nn.Parameter:
     return nn.Parameter(torch.tensor(values or (1.0, 2.0)).to(dtype), requires_grad=trained)
-
-
-def wide(dtype: torch.dtype = BF16) -> nn.Parameter:
-    """A parameter whose gradient is asked for in fp32."""
-    made = parameter(dtype=dtype)
-    made.grad_dtype = torch.float32
-    return made
 
 
 def is_beyond(value: Any, low: torch.dtype = FP16) -> bool:
@@ -76,12 +70,20 @@ def test_nothing_has_a_slot_where_nothing_is_scaled() -> None:
     assert look_at({"w": parameter()}, scaled=False).slots == {}
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [(65504.0, False), (65505.0, True), (-1e6, True), (1e-30, False), (float("inf"), False), (float("nan"), False)],
-)
-def test_parameters_are_beyond_range_by_their_largest_finite_value(value: float, expected: bool) -> None:
-    assert is_beyond(parameter(1.0, value)) is expected
+RANGES = [
+    ((65504.0, -65504.0), False),
+    ((1.0, 65505.0), True),
+    ((1.0, -65505.0), True),
+    ((1e-30, 0.0), False),
+    ((INF, 1.0), False),
+    ((INF, -1e6), True),
+    ((NAN, 1.0), False),
+]
+
+
+@pytest.mark.parametrize(("values", "expected"), RANGES, ids=str)
+def test_a_parameter_is_beyond_range_by_its_finite_values(values: tuple[float, float], expected: bool) -> None:
+    assert is_beyond(parameter(*values)) is expected
 
 
 def test_the_range_of_bfloat16_holds_every_parameter() -> None:
@@ -103,33 +105,39 @@ def test_parameters_of_other_types_are_within_range(dtype: torch.dtype) -> None:
     assert not is_beyond(parameter(1.0, 0.0, dtype=dtype, trained=False))
 
 
+def accumulated_in_float32(dtype: torch.dtype) -> nn.Parameter:
+    made = parameter(dtype=dtype)
+    made.grad_dtype = torch.float32
+    return made
+
+
 WIDE: dict[str, tuple[Any, bool]] = {
-    "bf16 with fp32 gradients": (wide(BF16), True),
-    "fp16 with fp32 gradients": (wide(FP16), True),
-    "bf16 with gradients of its own type": (parameter(dtype=BF16), False),
-    "fp32": (wide(torch.float32), False),
+    "bf16": (parameter(dtype=BF16), True),
+    "fp16": (parameter(dtype=FP16), True),
+    "bf16 with fp32 gradients": (accumulated_in_float32(BF16), True),
+    "fp32": (parameter(), False),
     "frozen": (parameter(dtype=BF16, trained=False), False),
-    "an activation": (wide(BF16) * 2, False),
+    "an activation": (parameter(dtype=BF16) * 2, False),
     "a number": (3, False),
 }
 
 
 @pytest.mark.parametrize("case", WIDE)
-def test_gradients_are_wide_where_autograd_asks_for_them_in_float32(case: str) -> None:
+def test_the_gradients_of_16_bit_leaves_are_wide(case: str) -> None:
     value, expected = WIDE[case]
     assert look_at({"x": torch.ones(2), "w": value}).wide_gradients == ({1} if expected else set())
 
 
 NAMES = {"w": "fc.weight"}
 ALIKE: dict[str, GraphInputs] = {
-    "plain": look_at({"w": parameter(dtype=BF16), "x": torch.ones(2)}, names=NAMES),
-    "no parameter": look_at({"w": parameter(dtype=BF16), "x": torch.ones(2)}),
-    "another name": look_at({"w": parameter(dtype=BF16), "x": torch.ones(2)}, names={"w": "fc.other"}),
-    "another position": look_at({"x": torch.ones(2), "w": parameter(dtype=BF16)}, names=NAMES),
-    "beyond range": look_at({"w": parameter(1e6, dtype=BF16), "x": torch.ones(2)}, names=NAMES),
-    "wide": look_at({"w": wide(), "x": torch.ones(2)}, names=NAMES),
-    "not scaled": look_at({"w": parameter(dtype=BF16), "x": torch.ones(2)}, scaled=False, names=NAMES),
-    "one more slot": look_at({"w": parameter(dtype=BF16), "x": torch.ones(2, requires_grad=True)}, names=NAMES),
+    "plain": look_at({"w": parameter(), "x": torch.ones(2)}, names=NAMES),
+    "no parameter": look_at({"w": parameter(), "x": torch.ones(2)}),
+    "another name": look_at({"w": parameter(), "x": torch.ones(2)}, names={"w": "fc.other"}),
+    "another position": look_at({"x": torch.ones(2), "w": parameter()}, names=NAMES),
+    "beyond range": look_at({"w": parameter(1e6), "x": torch.ones(2)}, names=NAMES),
+    "wide": look_at({"w": parameter(dtype=BF16), "x": torch.ones(2)}, names=NAMES),
+    "not scaled": look_at({"w": parameter(), "x": torch.ones(2)}, scaled=False, names=NAMES),
+    "one more slot": look_at({"w": parameter(), "x": torch.ones(2, requires_grad=True)}, names=NAMES),
 }
 
 
@@ -139,7 +147,7 @@ def test_everything_that_decides_is_in_the_cache_key() -> None:
 
 
 def test_the_cache_key_is_the_same_for_the_same_inputs() -> None:
-    again = look_at({"w": parameter(3.0, 4.0, dtype=BF16), "x": torch.ones(5)}, names=NAMES)
+    again = look_at({"w": parameter(3.0, 4.0), "x": torch.ones(5)}, names=NAMES)
     assert again.key() == ALIKE["plain"].key()
 
 

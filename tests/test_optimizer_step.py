@@ -2,7 +2,7 @@
 
 import collections
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -294,6 +294,18 @@ def test_an_overflow_in_autograd_grad_of_some_parameters_is_not_lost_when_hidden
     assert (everything(t.optimizer), t.runtime.overflowed) == (before, ("up.weight",))
 
 
+def test_an_overflow_in_the_first_of_two_autograd_grads_is_not_lost_when_hidden() -> None:
+    # Micro-batches whose gradients the loop adds up itself.
+    t = training()
+    before = everything(t.optimizer)
+    parameters = list(t.model.parameters())
+    found = [torch.autograd.grad(t.compiled(torch.ones(1, 3)).sum() * factor, parameters) for factor in (HUGE, 1.0)]
+    for parameter, first, second in zip(parameters, *found, strict=True):
+        parameter.grad = (first + second).nan_to_num(0, 0, 0)
+    t.optimizer.step()
+    assert (everything(t.optimizer), t.runtime.skipped_steps) == (before, 1)
+
+
 # When the scale moves.
 
 
@@ -345,6 +357,17 @@ def test_one_optimizer_of_two_models_skips_both_and_lowers_the_scale_of_one() ->
     optimizer.step()
     assert [t.runtime.scale for t in (first, second)] == [512.0, 2048.0]
     assert everything(optimizer) != before
+
+
+def test_an_infinity_put_into_a_gradient_lowers_the_scale_of_its_own_model() -> None:
+    first, second = training(), training(model=Net(width=5))
+    optimizer = torch.optim.SGD([*first.model.parameters(), *second.model.parameters()], 0.1)
+    first.backward()
+    second.backward()
+    second.gradients[0].fill_(float("inf"))
+    optimizer.step()
+    assert [t.runtime.scale for t in (first, second)] == [SCALE, SCALE / 2]
+    assert [t.runtime.overflowed for t in (first, second)] == [(), ("up.weight",)]
 
 
 def test_a_model_compiled_twice_blames_the_graph_that_overflowed() -> None:
@@ -434,26 +457,23 @@ def test_gan_only_the_model_that_overflowed_is_skipped(one_graph: bool) -> None:
 
 @in_one_graph_or_two
 def test_gan_what_the_generators_loss_left_in_the_discriminator_does_not_count_once_cleared(one_graph: bool) -> None:
-    assert Gan(one_graph).run("Gzero GHUGE Gstep Dzero Dloss Dstep") == (False, True)
-
-
-@in_one_graph_or_two
-def test_gan_nor_does_it_where_the_generator_steps_last(one_graph: bool) -> None:
-    assert Gan(one_graph).run("Gzero GHUGE Dzero Dloss Dstep Gstep") == (False, True)
-
-
-@in_one_graph_or_two
-def test_gan_nor_does_it_where_the_generator_steps_between(one_graph: bool) -> None:
-    assert Gan(one_graph).run("Gzero GHUGE Dzero Gstep Dloss Dstep") == (False, True)
+    gan = Gan(one_graph)
+    assert gan.run("Gzero GHUGE Gstep Dzero Dloss Dstep") == (False, True)
+    assert gan.run("Gzero GHUGE Dzero Dloss Dstep Gstep") == (False, True)
+    assert gan.run("Gzero GHUGE Dzero Gstep Dloss Dstep") == (False, True)
+    assert gan.run("Gzero GHUGE Gstep Gzero Dzero Gloss Gstep Dzero Dloss Dstep") == (True, True)
 
 
 @in_one_graph_or_two
 def test_gan_it_counts_where_it_was_not_cleared_even_if_it_is_hidden(one_graph: bool) -> None:
     gan = Gan(one_graph)
-    gan.run("GHUGE Gstep Dloss")
-    for gradient in gan.discriminator.gradients:
-        gradient.nan_to_num_(0, 0, 0)
-    assert gan.run("Dstep") == (False, False)
+    # The last one was cleared, but before the overflow.
+    for script in ("GHUGE Gstep Dloss", "GHUGE Gstep Gzero Gloss", "Gzero Gloss Dzero Dloss GHUGE"):
+        gan.run("Gzero Dzero")
+        gan.run(script)
+        for gradient in gan.discriminator.gradients:
+            gradient.nan_to_num_(0, 0, 0)
+        assert gan.run("Dstep") == (False, False), script
 
 
 def test_gan_an_overflow_in_the_generator_alone_leaves_the_discriminator_to_step() -> None:
@@ -502,13 +522,13 @@ def test_a_scheduler_can_leave_out_the_skipped_steps() -> None:
 # What is refused.
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_closure_is_refused_before_it_is_called(by_name: bool) -> None:
+def test_a_closure_is_refused_before_it_is_called() -> None:
     t = training()
     t.step()
     before, called = everything(t.optimizer), []
-    with pytest.raises(MixprecError, match="closure"):
-        t.optimizer.step(closure=lambda: called.append(1)) if by_name else t.optimizer.step(lambda: called.append(1))
+    for arguments, named in ((lambda: called.append(1),), {}), ((), {"closure": lambda: called.append(1)}):
+        with pytest.raises(MixprecError, match="closure"):
+            t.optimizer.step(*arguments, **named)
     assert (everything(t.optimizer), called) == (before, [])
 
 
@@ -885,6 +905,15 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OnDevice, "asked", 0)
 
 
+@pytest.fixture
+def uninitialized_is_nan() -> Iterator[None]:
+    """Memory that nobody wrote to is NaN, and not by chance zero."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 FUSED: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True, fused=True),
@@ -910,7 +939,7 @@ def test_a_fused_optimizer_skips_by_itself_and_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("name", FUSED)
-@pytest.mark.usefixtures("on_device")
+@pytest.mark.usefixtures("on_device", "uninitialized_is_nan")
 def test_a_fused_optimizer_goes_on_as_if_its_first_step_had_not_been(name: str) -> None:
     # The first step is the one that most often overflows; state that it makes must be what a clean one starts from.
     undisturbed = training(FUSED[name])
@@ -921,6 +950,14 @@ def test_a_fused_optimizer_goes_on_as_if_its_first_step_had_not_been(name: str) 
         disturbed.step(seed=seed)
     assert everything(disturbed.optimizer) == everything(undisturbed.optimizer)
     assert (undisturbed.runtime.skipped_steps, disturbed.runtime.skipped_steps) == (0, 1)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_fused_subclass_that_calls_super_is_judged_once() -> None:
+    torch.optim.AdamW([torch.ones(1)])
+    t = training(lambda p: CallsSuper(p, lr=0.1, fused=True), loss_scale={"init_scale": SCALE, "growth_interval": 2})
+    assert [t.step(factor) or t.runtime.scale for factor in (1.0, HUGE, 1.0, 1.0)] == [1024.0, 512.0, 512.0, 1024.0]
+    assert t.runtime.skipped_steps == 1
 
 
 @pytest.mark.usefixtures("on_device")
@@ -949,12 +986,9 @@ def test_the_hooks_are_installed_once() -> None:
     for width in (4, 5):
         training(model=Net(width)).step()
     optimizer_step.install()
-    pre, post = (
-        list(getattr(torch_optimizer, name).values())
-        for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-    )
-    assert pre.count(optimizer_step._before_step) == 1
-    assert post.count(optimizer_step._after_step) == 1
+    hooks = list(torch_optimizer._global_optimizer_pre_hooks.values())
+    assert hooks.count(optimizer_step._before_step) == 1
+    assert not any("mpcompile" in getattr(h, "__module__", "") for h in hooks if h is not optimizer_step._before_step)
 
 
 class Fails(torch.optim.SGD):

@@ -224,6 +224,8 @@ def test_two_models_of_one_structure_have_runtimes_names_and_flags_of_their_own(
     assert [t.runtime.skipped_steps for t in (first, second)] == [0, 2]
     assert [t.runtime.last_step_skipped for t in (first, second)] == [False, True]
     assert [t.runtime.overflowed == () for t in (first, second)] == [True, False]
+    assert (first.step(OVERFLOW), second.step(CLEAN)) == (512.0, 256.0)
+    assert [t.runtime.overflowed == () for t in (first, second)] == [False, True]
 
 
 def test_models_of_one_structure_nested_in_others_have_the_names_they_have_there() -> None:
@@ -249,8 +251,8 @@ def test_a_copy_of_a_model_is_a_model_of_its_own() -> None:
     first = Training()
     first.step(OVERFLOW)
     second = Training(copy.deepcopy(first.model))
-    second.step(CLEAN)
-    assert [t.runtime.scale for t in (first, second)] == [512.0, 1024.0]
+    assert second.steps([CLEAN, OVERFLOW, OVERFLOW]) == [1024.0, 512.0, 256.0]
+    assert first.step(CLEAN) == 512.0
 
 
 # Saving and loading.

@@ -304,7 +304,7 @@ def test_a_frozen_parameter_has_no_flag(graphs: list[ScaledGraph]) -> None:
     model.up.weight.requires_grad_(False)
     (scaled(model)(batch()).square().mean() * HUGE).backward()
     assert sorted(graphs[0]._slots.values()) == ["down.bias", "down.weight", "up.bias"]
-    assert not watching.is_watched(model.up.weight)
+    assert watching.watched_among([model.up.weight]) == []
     assert model.up.weight.grad is None
 
 
@@ -439,7 +439,7 @@ def test_a_call_without_gradients_leaves_no_trace(mode: Callable[[], Any], graph
     assert not output.requires_grad
     assert relative_error(output, in_fp64(model)(batch().double())) < BOUND
     assert graphs == []
-    assert not any(map(watching.is_watched, model.parameters()))
+    assert watching.watched_among(model.parameters()) == []
 
 
 def test_a_call_without_gradients_between_two_with_changes_nothing() -> None:

@@ -378,6 +378,18 @@ def test_a_backward_that_is_not_linear_sees_the_true_gradient(backward: str) -> 
         assert same_bits(gradients(gm, factor), truth)
 
 
+@pytest.mark.parametrize("name", ["clamp", "sort"])
+def test_what_is_not_linear_is_scaled_again_for_what_follows(name: str) -> None:
+    def apply(g: Tensor) -> Tensor:
+        return g.clamp(-1, 1) if name == "clamp" else g.sort(1).values
+
+    gm = joint_graph(custom(lambda g, x: apply(g) @ x), leaf(2, 2))
+    run_passes(gm, FP16)
+    tiny = torch.eye(2) * 2.0**-30  # float16 has no such number: the product must be one of scaled values
+    found = gradients(gm, 2.0**16, primals_1=torch.eye(2), tangents_1=tiny)
+    assert same_bits(found, [apply(tiny)])
+
+
 def test_a_backward_that_adds_a_size_sees_the_true_gradient() -> None:
     gm = joint_graph(custom(lambda g, x: g + x.shape[0]), leaf(3, 4), dynamic=True)
     truth = gradients(gm)

@@ -1,4 +1,4 @@
-"""widen_gradients: gradients of 16-bit parameters whose grad_dtype is fp32 leave the graph in fp32, unrounded."""
+"""widen_gradients: gradients of 16-bit parameters leave the graph in fp32, without a last rounding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +17,8 @@ BF16, FP16 = Policy(), Policy(dtype=torch.float16)
 CAST = "prims.convert_element_type.default"
 
 
-def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16, wide: bool = True) -> nn.Parameter:
-    """A 16-bit parameter; ``wide``: whose gradient is accumulated in fp32."""
-    made = nn.Parameter(torch.randn(shape).to(dtype))
-    if wide:
-        made.grad_dtype = torch.float32
-    return made
+def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape).to(dtype))
 
 
 def joint_graph(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> fx.GraphModule:
@@ -101,9 +97,10 @@ def test_the_gradient_of_a_16_bit_product_is_widened() -> None:
 
 
 def test_other_gradients_are_left_alone() -> None:
+    activation = parameter(3, 4) * 1  # no leaf: what reads its gradient computes in 16 bits
     gm = joint_graph(
-        lambda w, v, b, x: (x @ w.float() @ v.float() + b).sin(),
-        *(parameter(2, 3), parameter(3, 4, wide=False), nn.Parameter(torch.randn(4)), torch.randn(5, 2)),
+        lambda w, h, b, x: (x @ w.float() @ h.float() + b).sin(),
+        *(parameter(2, 3), activation, nn.Parameter(torch.randn(4)), torch.randn(5, 2)),
     )
     dtypes = [dtype for dtype, *_ in layouts(gm)]
     (position,) = gm.meta[WIDE_GRADIENTS]
@@ -147,11 +144,10 @@ def test_again_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs", [(parameter(2, 4, wide=False),), (nn.Parameter(torch.randn(2, 4)),)], ids=["16 bits", "fp32"]
+    "leaf", [parameter(2, 4) * 1, parameter(2, 4, dtype=torch.float32)], ids=["activation", "fp32"]
 )
-def test_parameters_of_another_kind_are_left_alone(inputs: tuple[Tensor, ...]) -> None:
-    x = torch.randn(3, 2)
-    gm = joint_graph(lambda w: x @ w.float(), *inputs)
+def test_a_graph_without_16_bit_parameters_is_left_alone(leaf: Tensor) -> None:
+    gm = joint_graph(lambda w, x: x @ w.float(), leaf, torch.randn(3, 2))
     before = text(gm)
     assert widen(gm) == PassResult("widen_gradients", ())
     assert text(gm) == before
@@ -181,11 +177,15 @@ def test_a_scaled_gradient_is_unscaled_before_it_would_be_rounded() -> None:
     assert flags.tolist() == [0.0]
 
 
-def test_gradients_accumulate_in_float32() -> None:
+@pytest.mark.filterwarnings("ignore:1 trained parameters are bfloat16")
+@pytest.mark.parametrize(("grad_dtype", "small"), [(torch.float32, 2.0**-12), (torch.bfloat16, 0.0)])
+def test_gradients_accumulate_in_the_type_the_parameter_asks_for(grad_dtype: torch.dtype, small: float) -> None:
     w, x = parameter(2, 2), torch.eye(2)
-    compiled = torch.compile(
-        lambda w: x @ w.float(), backend="mixprec", options={"dtype": "bf16", "compiler": "reference"}
-    )
-    for step in (1.0, 2.0**-12):  # bf16 would lose the second
+    w.grad_dtype = grad_dtype
+    options = {"dtype": "bf16", "compiler": "reference"}
+    compiled = torch.compile(lambda w: x @ w.float(), backend="mixprec", options=options)
+    for step in (1.0, 2.0**-12):  # bf16 has no number for the sum
         compiled(w).backward(torch.full((2, 2), step))
-    assert torch.equal(w.grad, torch.full((2, 2), 1 + 2.0**-12))
+    assert w.grad is not None
+    assert w.grad.dtype is grad_dtype
+    assert torch.equal(w.grad.float(), torch.full((2, 2), 1 + small))

@@ -23,9 +23,23 @@ def number_of_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def accumulates(node: Any) -> bool:
+    """Whether the backward that is running accumulates gradients of leaves that ``node`` reaches into ``.grad``."""
+    leaf = next((function for function, _ in node.next_functions if hasattr(function, "variable")), None)
+    if leaf is None:
+        return False
+    try:
+        # Relies on: within a backward the engine says of a leaf whether it will accumulate, and raises for
+        # ``torch.autograd.grad``, which never does.
+        torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _compiled_node(node: Any) -> Any:
     """The compiled function's own node, below the views that alias its outputs."""
     # torch names the node after AOTAutograd's class CompiledFunction, one class for each compiled graph.
     while node is not None and "CompiledFunction" not in node.name():
-        node = node.next_functions[0][0] if node.next_functions else None
+        node = node.next_functions[-1][0] if node.next_functions else None  # of a copy into an input: the source
     return node

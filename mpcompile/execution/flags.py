@@ -24,8 +24,9 @@ class Flags:
         self.runtime = runtime
         self._device = device
         self._parameters: dict[int, tuple[weakref.ref[Tensor], Watched]] = {}
-        self._raised: list[tuple[int, Tensor]] = []
-        """Number of a backward and its flags, oldest first; one for several that nothing was cleared between."""
+        self._raised: Tensor | None = None
+        self._number = -1
+        """Number of the last backward that reported; of an earlier one ``_raised`` holds what still counts."""
         self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def belong_to(self, parameter: Tensor, watched: Watched, slot: int) -> None:
@@ -33,46 +34,47 @@ class Flags:
         self._parameters[slot] = (weakref.ref(parameter), watched)
         watched.flag_at(self, slot)
 
-    def add(self, flags: Tensor, backward: int) -> None:
-        """Take the flags of one backward (fp32 [slots], 1 where a gradient is not finite) and its growing number."""
-        cleared = self._note_cleared(backward)
-        if cleared == len(self._parameters) and not (self._raised and self._raised[-1][0] == backward):
-            self._raised = [(backward, flags.clone())]  # a CUDA graph may own the memory of `flags`
-        elif self._raised and (cleared == 0 or self._raised[-1][0] == backward):
-            number, before = self._raised[-1]
-            self._raised[-1] = (number, torch.maximum(before, flags))
-        else:
-            self._raised.append((backward, flags.clone()))
+    def belongs_to(self, parameter: Tensor, slot: int) -> bool:
+        """Whether the flag in ``slot`` speaks of the gradient of ``parameter``."""
+        known = self._parameters.get(slot)
+        return known is not None and known[0]() is parameter
 
-    def _note_cleared(self, backward: int) -> int:
-        """How many parameters have no gradient as ``backward`` reaches this graph: older flags of theirs are void."""
-        cleared = 0
+    def add(self, flags: Tensor, backward: int, *, accumulates: bool = True) -> None:
+        """Take the flags of one backward (fp32 [slots], 1 where a gradient is not finite) and its growing number.
+
+        ``accumulates``: whether its gradients go into ``.grad``, unlike those of ``torch.autograd.grad``.
+        """
+        if accumulates:
+            self._note_cleared(backward)
+        void = tuple(slot for slot, (_, watched) in self._parameters.items() if watched.cleared_before > self._number)
+        if self._raised is None or len(void) == len(self._parameters):
+            self._raised = flags.clone()  # a CUDA graph may own the memory of `flags`
+        else:
+            before = self._raised.index_fill(0, self._index(void), 0.0) if void else self._raised
+            self._raised = torch.maximum(before, flags)
+        self._number = backward
+
+    def _note_cleared(self, backward: int) -> None:
+        """Note which parameters have no gradient as ``backward`` reaches this graph: older flags of theirs are void."""
         for reference, watched in self._parameters.values():
             parameter = reference()
             if parameter is None or parameter.grad is None:
                 watched.cleared_before = backward
-                cleared += 1
-        return cleared
 
     def raised(self, slots: Sequence[int]) -> Tensor:
         """Whether the gradients that wait in ``slots`` overflowed: bool, one for each."""
-        index = self._index(tuple(slots))
-        result = torch.zeros(len(slots), dtype=torch.bool, device=self._device)
-        for backward, flags in self._raised:
-            counts = [self._parameters[slot][1].cleared_before <= backward for slot in slots]
-            if all(counts):
-                result = result | (flags[index] > 0)
-            elif any(counts):
-                result = result | ((flags[index] > 0) & torch.tensor(counts, device=self._device))
-        return result
+        if self._raised is None:
+            return torch.zeros(len(slots), dtype=torch.bool, device=self._device)
+        raised = self._raised[self._index(tuple(slots))] > 0
+        counts = [self._parameters[slot][1].cleared_before <= self._number for slot in slots]
+        return raised if all(counts) else raised & torch.tensor(counts, device=self._device)
 
     def consume(self, slots: Sequence[int]) -> None:
         """Clear the flags of ``slots``: their parameters were stepped, or skipped."""
         if len(set(slots)) == len(self._parameters):
-            self._raised = []
-            return
-        index = self._index(tuple(slots))
-        self._raised = [(backward, flags.index_fill(0, index, 0.0)) for backward, flags in self._raised]
+            self._raised = None
+        elif self._raised is not None:
+            self._raised = self._raised.index_fill(0, self._index(tuple(slots)), 0.0)
 
     def _index(self, slots: tuple[int, ...]) -> Tensor:
         if slots not in self._indices:

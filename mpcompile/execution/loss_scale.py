@@ -81,11 +81,17 @@ class DynamicLossScale:
             if field.name != "growth_interval":
                 _require_power_of_two(f"loss_scale[{field.name!r}]", getattr(self, field.name))
         if not self.growth_factor > 1 > self.backoff_factor:
-            raise ValueError("loss_scale needs growth_factor > 1 > backoff_factor.")
-        if not isinstance(self.growth_interval, int) or self.growth_interval < 1:
+            raise ValueError(
+                "loss_scale needs growth_factor > 1 > backoff_factor, "
+                f"got {self.growth_factor:g} and {self.backoff_factor:g}."
+            )
+        if type(self.growth_interval) is not int or self.growth_interval < 1:
             raise ValueError(f"loss_scale['growth_interval'] must be a positive int, got {self.growth_interval!r}.")
         if not self.floor <= self.init_scale <= self.cap:
-            raise ValueError("loss_scale needs floor <= init_scale <= cap.")
+            raise ValueError(
+                "loss_scale needs floor <= init_scale <= cap, "
+                f"got {self.floor!r} <= {self.init_scale!r} <= {self.cap!r}."
+            )
 
     def initial(self) -> ScaleState:
         """The state to start from."""
@@ -99,7 +105,7 @@ class DynamicLossScale:
         """
         scale, tracker = state
         counted = tracker + ~skipped
-        grows = counted >= self.growth_interval
+        grows = (counted >= self.growth_interval) & ~skipped
         grown = torch.where(grows, (scale * self.growth_factor).clamp_max(self.cap), scale)
         fallen = (scale * self.backoff_factor).clamp_min(self.floor)
         return ScaleState(
@@ -160,6 +166,8 @@ def _require_power_of_two(name: str, value: Any) -> None:
             f"Option {name} must be a power of two, so that scaling rounds nothing; got {value!r}, between "
             f"{below:g} and {2 * below:g}."
         )
+    if not 2.0**-126 <= value <= 2.0**127:
+        raise ValueError(f"Option {name} must be a number that float32 holds, got {value!r}.")
 
 
 def _saved(

@@ -51,13 +51,22 @@ def _judge(optimizer: Optimizer, watched: list[tuple[Tensor, Watched]]) -> dict[
     if judgement is None:
         return {}
     # A fused optimizer on a GPU reads the verdict there, and the host need not wait for it.
-    on_device = getattr(optimizer, "_step_supports_amp_scaling", False) and judgement.skip.device.type != "cpu"
+    on_device = _reads_verdict(optimizer) and judgement.skip.device.type != "cpu"
     for runtime in judgement.runtimes:
         if not on_device or runtime.is_due_to_warn:
             runtime.warn()
     if on_device:
         return {"found_inf": judgement.skip.to(torch.float32)}
     return None if judgement.skip else {}
+
+
+def _reads_verdict(optimizer: Optimizer) -> bool:
+    """Whether a step of the optimizer leaves everything as it is where its ``found_inf`` says so."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    # Fused SGD would make momentum buffers of uninitialised memory in a first step that it then leaves out.
+    momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    return not momentum or all(optimizer.state.get(parameter) for parameter in parameters_of(optimizer))
 
 
 def _refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ class Runtime:
         self._skipped = torch.tensor(0, dtype=torch.int64)
         self._in_a_row = torch.tensor(0, dtype=torch.int64)
         self._last = torch.tensor(False)
+        self._at_floor = torch.tensor(False)
         self._names: tuple[str, ...] = ()
         self._bad: Tensor | None = None
         self._warned = self._warned_at_floor = False
@@ -88,6 +89,7 @@ class Runtime:
         assert self._loss_scale is not None
         assert self._state is not None
         before = self._state.to(device)
+        self._at_floor = overflowed & (before.scale <= self._loss_scale.floor)
         self._state = self._loss_scale.adjust(before, overflowed, skipped)
         self._on_device.clear()
 
@@ -104,8 +106,7 @@ class Runtime:
         if int(self._in_a_row) >= self.skips_before_warning and not self._warned:
             self._warned = True
             self._notify(f"{int(self._in_a_row)} optimizer steps in a row were skipped, because gradients overflowed")
-        assert self._loss_scale is not None
-        if self.scale <= self._loss_scale.floor and not self._warned_at_floor and self.overflowed:
+        if bool(self._at_floor) and not self._warned_at_floor:
             self._warned_at_floor = True
             self._notify(f"gradients overflow with the loss scale at its floor of {self.scale:g}")
 
@@ -138,13 +139,14 @@ class Runtime:
         """
         if self._loss_scale is None or not state:  # a disabled GradScaler saves nothing either
             return
-        self._loss_scale, self._state = self._loss_scale.loaded(state)
+        continued = self._loss_scale.loaded(state)
+        skipped, in_a_row = (int(state.get(key, 0)) for key in ("skipped_steps", "steps_skipped_in_a_row"))
         if state.get("policy", self._policy) != self._policy:
             notify(
                 "The loaded state is of a run with another precision policy (dtype, policy, rules); its loss scale "
                 "may not fit.",
                 strict=self._strict,
             )
+        self._loss_scale, self._state = continued
+        self._skipped, self._in_a_row = torch.tensor(skipped), torch.tensor(in_a_row)
         self._on_device.clear()
-        self._skipped = torch.tensor(int(state.get("skipped_steps", 0)))
-        self._in_a_row = torch.tensor(int(state.get("steps_skipped_in_a_row", 0)))

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mpcompile.execution.backward_node import backward_nodes, number_of_backward
+from mpcompile.execution.backward_node import accumulates, backward_nodes, number_of_backward
 from mpcompile.execution.flags import Flags
 from mpcompile.execution.runtime import Runtime
-from mpcompile.execution.watch import is_watched, watch
+from mpcompile.execution.watch import watch
 
 Owner = tuple[Runtime, Mapping[int, str]]
 """The runtime of the model that is being called, and the names of its parameters by ``id``."""
@@ -48,7 +48,8 @@ class ScaledGraph:
         self._probe = make_probe(len(slots), self._device)
         self._flags: dict[tuple[int, ...], Flags] = {}
         self._select: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
-        self._others: list[int] = []
+        self._others: dict[int, int] = {}
+        """Position and slot of the differentiable inputs that are no parameters."""
         self._probe_position: dict[type, int | None] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -57,22 +58,23 @@ class ScaledGraph:
             if any(isinstance(argument, FakeTensor) for argument in args):
                 return self._compiled(*args, *self._examples)  # DDP compiles the next graph with this one's outputs
             self._select = self._look_at(args)
-        key = tuple(map(id, self._select(args)))
+        key = tuple(map(id, self._select(args))) or (id(self._find_owner()[0]),)
         flags = self._flags.get(key)
         if flags is None:
             flags = self._bind(key, args)
-        for position in self._others:
-            if args[position].is_leaf and not is_watched(args[position]):
-                watch(args[position], self._slots[position], flags.runtime)
+        for position, slot in self._others.items():
+            if args[position].is_leaf and not flags.belongs_to(args[position], slot):
+                flags.belong_to(args[position], watch(args[position], self._slots[position], flags.runtime), slot)
         outputs = self._compiled(*args, flags.runtime.scale_on(self._device), self._probe)
-        for node in backward_nodes(outputs):
-            self._collect(node, flags)
+        if not any([self._collect(node, flags) for node in backward_nodes(outputs)]):
+            for node in backward_nodes(args):  # a result may have been written into an input
+                self._collect(node, flags)
         return outputs
 
     def _look_at(self, args: Sequence[Any]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
         """See which of the differentiable inputs are parameters; return what picks those that tell models apart."""
         parameters = [i for i in self._slots if isinstance(args[i], nn.Parameter)]
-        self._others = [i for i in self._slots if i not in parameters]
+        self._others = {i: slot for slot, i in enumerate(self._slots) if i not in parameters}
         telling = parameters[:: max(1, len(parameters) // _TELLING)]
         if len(telling) > 1:
             return operator.itemgetter(*telling)
@@ -88,22 +90,26 @@ class ScaledGraph:
                 weakref.finalize(parameter, self._flags.pop, key, None).atexit = False
         return flags
 
-    def _collect(self, node: Any, flags: Flags) -> None:
-        """Take the probe's gradient by a hook on backward: ``torch.autograd.grad`` would not accumulate it."""
+    def _collect(self, node: Any, flags: Flags) -> bool:
+        """Take the probe's gradient by a hook on backward (``torch.autograd.grad`` would not accumulate it).
+
+        False where ``node`` is not of this graph.
+        """
         kind = type(node)  # each compiled graph has a class of its own
         if kind not in self._probe_position:
             self._probe_position[kind] = _position_of(self._probe, node)
         position = self._probe_position[kind]
         if position is None:
-            return
+            return False
 
         def take(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
             found = gradients[position]
             if found is not None:
-                flags.add(found, number_of_backward())
+                flags.add(found, number_of_backward(), accumulates=accumulates(node))
             return (*gradients[:position], None, *gradients[position + 1 :])
 
         node.register_hook(take)
+        return True
 
 
 def make_probe(slots: int, device: torch.device) -> Tensor:

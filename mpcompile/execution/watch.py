@@ -52,11 +52,6 @@ def watch(tensor: Tensor, name: str, runtime: Runtime) -> Watched:
     return known
 
 
-def is_watched(tensor: Tensor) -> bool:
-    """Whether a scaled graph computes the gradient of ``tensor``."""
-    return id(tensor) in _watched
-
-
 def watched_among(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Watched]]:
     """The watched ones with what is known of them, in order."""
     return [(tensor, found) for tensor in tensors if (found := _watched.get(id(tensor))) is not None]
