@@ -82,5 +82,4 @@ class LossScaling:
     def _find_owner(self) -> Owner:
         """The runtime of the model being called: Dynamo may run this code for another of equal structure."""
         call, root = running_call()
-        names = {} if root is None else {id(parameter): name for name, parameter in root.named_parameters()}
-        return _runtime_of(call if call == self.call else self.call, root), names
+        return _runtime_of(call if call == self.call else self.call, root), root

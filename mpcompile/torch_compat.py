@@ -72,11 +72,12 @@ def running_call() -> tuple[Any, nn.Module | None]:
     """
     call: Any = None
     for frame in _frames():
-        owner: Any = frame.f_locals.get("self")
-        if call is None and frame.f_code.co_name == "compile_wrapper":
-            call = innermost_backend(owner.callback)
-        elif call is not None and (root := _compiled_module(owner)):
-            return call, root
+        if call is not None:
+            root = _compiled_module(frame.f_locals.get("self"))
+            if root is not None:
+                return call, root
+        elif frame.f_code.co_name == "compile_wrapper":
+            call = innermost_backend(frame.f_locals["self"].callback)
     return call, None
 
 

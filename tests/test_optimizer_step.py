@@ -17,6 +17,7 @@ import mpcompile
 from mpcompile import MixprecError, Runtime
 from mpcompile.execution import optimizer_step
 from mpcompile.execution.stand_in import is_stand_in
+from mpcompile.execution.watch import watched_among
 from tests.test_programs import mixprec
 
 SCALE = 1024.0
@@ -785,6 +786,36 @@ def test_a_hidden_overflow_of_a_leaf_input_is_judged() -> None:
     prompt.grad.nan_to_num_(1, 1, 1)
     optimizer.step()
     assert prompt.tolist() == [0.0] * 3
+
+
+def two_prompts() -> tuple[Training, list[Tensor], list[Optimizer]]:
+    t, _ = prompted()
+    prompts = [torch.zeros(3, requires_grad=True) for _ in range(2)]
+    for prompt, factor in zip(prompts, (HUGE, 1.0), strict=True):
+        (t.compiled(torch.ones(1, 3), prompt).sum() * factor).backward()
+        assert prompt.grad is not None
+        prompt.grad.nan_to_num_(1, 1, 1)
+    return t, prompts, [torch.optim.SGD([prompt], 1.0) for prompt in prompts]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_two_leaf_inputs_of_one_model_the_one_that_overflowed_is_skipped(order: tuple[int, int]) -> None:
+    _, prompts, optimizers = two_prompts()
+    for index in order:
+        optimizers[index].step()
+    assert [bool(prompt.any()) for prompt in prompts] == [False, True]
+
+
+def test_leaf_inputs_that_take_turns_do_not_let_anything_pile_up() -> None:
+    t, prompts, optimizers = two_prompts()
+    sizes = []
+    for _ in range(10):
+        for prompt, optimizer in zip(prompts, optimizers, strict=True):
+            optimizer.zero_grad()
+            t.compiled(torch.ones(1, 3), prompt).sum().backward()
+            optimizer.step()
+        sizes.append([len(list(watched.flags())) for _, watched in watched_among(prompts)])
+    assert sizes[-1] == sizes[0]
 
 
 def test_without_any_gradient_nothing_moves() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import mpcompile
 from mpcompile import MixprecError, MixprecWarning, Runtime
+from mpcompile.backend import mixprec as backend
 from mpcompile.execution.loss_scale import DynamicLossScale, StaticLossScale
 from tests.test_programs import mixprec
 
@@ -176,6 +177,11 @@ def test_what_another_backend_compiled_is_refused() -> None:
     in_place.compile(backend="aot_eager")
     with pytest.raises(TypeError, match="Other"):
         mpcompile.runtime(in_place)
+
+
+def test_the_backend_may_be_given_itself_instead_of_its_name() -> None:
+    compiled = torch.compile(Net(), backend=backend, options={"dtype": "fp16", "loss_scale": 64})
+    assert mpcompile.runtime(compiled).scale == 64.0
 
 
 def test_a_model_compiled_in_place() -> None:

@@ -490,10 +490,12 @@ def test_models_that_share_a_graph_have_flags_of_their_own(graphs: list[ScaledGr
 def test_the_owner_is_looked_for_once_for_each_model() -> None:
     runtime, asked = Runtime(DynamicLossScale(), "policy"), []
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    model = nn.Module()
+    model.register_parameter("found", parameters[0])
 
     def find_owner() -> Any:
         asked.append(1)
-        return runtime, {id(parameters[0]): "found"}
+        return runtime, model
 
     probe = make_probe(1, torch.device("cpu"))
     graph = ScaledGraph(lambda parameter, *_: (parameter,), {0: "slot"}, (torch.ones(()), probe), find_owner)
@@ -509,7 +511,7 @@ def test_the_graph_is_given_the_present_scale() -> None:
     parameter = nn.Parameter(torch.ones(2))
     probe = make_probe(1, torch.device("cpu"))
     graph = ScaledGraph(
-        lambda _, scale, __: (seen.append(float(scale)),), {0: "p"}, (torch.ones(()), probe), lambda: (runtime, {})
+        lambda _, scale, __: (seen.append(float(scale)),), {0: "p"}, (torch.ones(()), probe), lambda: (runtime, None)
     )
     graph(parameter)
     yes = torch.tensor(True)

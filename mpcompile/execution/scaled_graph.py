@@ -16,8 +16,8 @@ from mpcompile.execution.flags import Flags
 from mpcompile.execution.runtime import Runtime
 from mpcompile.execution.watch import watch
 
-Owner = tuple[Runtime, Mapping[int, str]]
-"""The runtime of the model that is being called, and the names of its parameters by ``id``."""
+Owner = tuple[Runtime, nn.Module | None]
+"""The runtime of the model that is being called, and the model; None for a function."""
 
 
 _TELLING = 16
@@ -81,7 +81,8 @@ class ScaledGraph:
         return lambda args: tuple(args[i] for i in telling)
 
     def _bind(self, key: tuple[int, ...], args: Sequence[Any]) -> Flags:
-        runtime, names = self._find_owner()
+        runtime, model = self._find_owner()
+        names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
         flags = self._flags[key] = Flags(runtime, self._device)
         for slot, (position, name) in enumerate(self._slots.items()):
             parameter = args[position]
