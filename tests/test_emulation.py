@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from mpcompile import compiler
+from mpcompile import joint_pass
 from mpcompile.passes import Policy, run_passes
 from mpcompile.passes.emulation import emulate_low_products
 from tests.helpers import call, calls, dtypes, joint, layouts, operand_dtypes, reasons, run_flat, text, trace
@@ -103,7 +103,7 @@ def test_backward_of_convolution_and_attention() -> None:
 
 @pytest.mark.inductor
 def test_compiled_code_really_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "has_native_bf16", lambda _: False)
+    monkeypatch.setattr(joint_pass, "has_native_bf16", lambda _: False)
     model, x = nn.Linear(16, 32, bias=False), torch.randn(200, 16)
     compiled = torch.compile(model, backend="mixprec", options={"dtype": "bf16"})
     y = compiled(x)

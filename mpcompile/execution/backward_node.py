@@ -23,15 +23,12 @@ def number_of_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def accumulates(node: Any) -> bool:
-    """Whether the backward that is running accumulates gradients of leaves that ``node`` reaches into ``.grad``."""
-    leaf = next((function for function, _ in node.next_functions if hasattr(function, "variable")), None)
-    if leaf is None:
-        return False
+def accumulates(leaf: torch.Tensor) -> bool:
+    """Whether the backward that is running accumulates into ``.grad``, of ``leaf`` and others."""
     try:
         # Relies on: within a backward the engine says of a leaf whether it will accumulate, and raises for
         # ``torch.autograd.grad``, which never does.
-        torch._C._will_engine_execute_node(leaf)
+        torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
     except RuntimeError:
         return False
     return True

@@ -34,10 +34,9 @@ class Flags:
         self._parameters[slot] = (weakref.ref(parameter), watched)
         watched.flag_at(self, slot)
 
-    def belongs_to(self, parameter: Tensor, slot: int) -> bool:
-        """Whether the flag in ``slot`` speaks of the gradient of ``parameter``."""
-        known = self._parameters.get(slot)
-        return known is not None and known[0]() is parameter
+    def a_leaf(self) -> Tensor | None:
+        """Any of the parameters, or None."""
+        return next((leaf for reference, _ in self._parameters.values() if (leaf := reference()) is not None), None)
 
     def add(self, flags: Tensor, backward: int, *, accumulates: bool = True) -> None:
         """Take the flags of one backward (fp32 [slots], 1 where a gradient is not finite) and its growing number.

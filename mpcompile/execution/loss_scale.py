@@ -123,7 +123,8 @@ class DynamicLossScale:
         if not 0 < scale < math.inf:
             raise ValueError(f"A loss scale of {scale} cannot be continued; it must be positive and finite.")
         kept = min(max(power_of_two_below(scale), self.floor), self.cap)
-        names = ("growth_factor", "backoff_factor", "growth_interval")
+        # A static scale saves factors of 1.
+        names = ("growth_factor", "backoff_factor", "growth_interval") if saved["growth_factor"] != 1 else ()
         continued = replace(self, init_scale=kept, **{name: saved[name] for name in names})
         tracker = torch.tensor(int(saved["_growth_tracker"]), dtype=torch.int64)
         return continued, ScaleState(continued.initial().scale, tracker)

@@ -48,8 +48,8 @@ class ScaledGraph:
         self._probe = make_probe(len(slots), self._device)
         self._flags: dict[tuple[int, ...], Flags] = {}
         self._select: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
-        self._others: dict[int, int] = {}
-        """Position and slot of the differentiable inputs that are no parameters."""
+        self._others: list[int] = []
+        """Positions of the differentiable inputs that are no parameters: activations, and leaves of the user's."""
         self._probe_position: dict[type, int | None] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -58,13 +58,12 @@ class ScaledGraph:
             if any(isinstance(argument, FakeTensor) for argument in args):
                 return self._compiled(*args, *self._examples)  # DDP compiles the next graph with this one's outputs
             self._select = self._look_at(args)
-        key = tuple(map(id, self._select(args))) or (id(self._find_owner()[0]),)
-        flags = self._flags.get(key)
+        key = tuple(map(id, self._select(args)))
+        if self._others:
+            key += tuple(id(args[position]) for position in self._others if args[position].is_leaf)
+        flags = self._flags.get(key or (id(self._find_owner()[0]),))
         if flags is None:
             flags = self._bind(key, args)
-        for position, slot in self._others.items():
-            if args[position].is_leaf and not flags.belongs_to(args[position], slot):
-                flags.belong_to(args[position], watch(args[position], self._slots[position], flags.runtime), slot)
         outputs = self._compiled(*args, flags.runtime.scale_on(self._device), self._probe)
         if not any([self._collect(node, flags) for node in backward_nodes(outputs)]):
             for node in backward_nodes(args):  # a result may have been written into an input
@@ -74,7 +73,7 @@ class ScaledGraph:
     def _look_at(self, args: Sequence[Any]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
         """See which of the differentiable inputs are parameters; return what picks those that tell models apart."""
         parameters = [i for i in self._slots if isinstance(args[i], nn.Parameter)]
-        self._others = {i: slot for slot, i in enumerate(self._slots) if i not in parameters}
+        self._others = [i for i in self._slots if i not in parameters]
         telling = parameters[:: max(1, len(parameters) // _TELLING)]
         if len(telling) > 1:
             return operator.itemgetter(*telling)
@@ -83,10 +82,11 @@ class ScaledGraph:
     def _bind(self, key: tuple[int, ...], args: Sequence[Any]) -> Flags:
         runtime, model = self._find_owner()
         names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+        key = key or (id(runtime),)
         flags = self._flags[key] = Flags(runtime, self._device)
         for slot, (position, name) in enumerate(self._slots.items()):
             parameter = args[position]
-            if isinstance(parameter, nn.Parameter):
+            if parameter.is_leaf:
                 flags.belong_to(parameter, watch(parameter, names.get(id(parameter), name), runtime), slot)
                 weakref.finalize(parameter, self._flags.pop, key, None).atexit = False
         return flags
@@ -106,7 +106,8 @@ class ScaledGraph:
         def take(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
             found = gradients[position]
             if found is not None:
-                flags.add(found, number_of_backward(), accumulates=accumulates(node))
+                leaf = flags.a_leaf()
+                flags.add(found, number_of_backward(), accumulates=leaf is not None and accumulates(leaf))
             return (*gradients[:position], None, *gradients[position + 1 :])
 
         node.register_hook(take)
