@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from benchmarks.models import GPT
-from mpcompile.passes import bias_gradient, casts, graph
+from mpcompile.passes import bias_gradient, casts, edit
 from tests.test_programs import BOUND, error, in_fp64, low_matmuls, mixprec, step
 
 BAND = 0.03
@@ -82,9 +82,9 @@ def test_cast_to_a_coarser_type_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
     def coarser(source: fx.Node, dtype: torch.dtype, like: fx.Node | None = None) -> fx.Node:
         if dtype is not torch.bfloat16:
-            return graph.insert_cast(source, dtype, like)
-        eight_bits = graph.insert_cast(source, torch.float8_e5m2, like)
-        return graph.insert_cast(eight_bits, dtype, like)
+            return edit.insert_cast(source, dtype, like)
+        eight_bits = edit.insert_cast(source, torch.float8_e5m2, like)
+        return edit.insert_cast(eight_bits, dtype, like)
 
     monkeypatch.setattr(casts, "insert_cast", coarser)
     assert regression_error() > BOUND
