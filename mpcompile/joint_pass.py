@@ -101,6 +101,7 @@ def _mark_decomposed(gm: fx.GraphModule) -> None:
 
 
 def is_on_cpu(inputs: Sequence[Any]) -> bool:
+    """Whether every tensor among the inputs of a graph is on a CPU."""
     return all(value.device.type == "cpu" for value in inputs if isinstance(value, torch.Tensor))
 
 

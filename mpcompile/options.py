@@ -90,6 +90,8 @@ class Options:
         if not isinstance(given.get("inductor", {}), Mapping):
             raise TypeError(f"Option `inductor` must be a dict, got {given['inductor']!r}.")
         given["inductor"] = MappingProxyType(dict(given.get("inductor", {})))
+        if isinstance(given.get("loss_scale"), Mapping):
+            given["loss_scale"] = dict(given["loss_scale"])
         return cls(**given)
 
     def resolve_policy(self, automatic: torch.dtype) -> Policy:

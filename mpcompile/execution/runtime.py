@@ -70,10 +70,11 @@ class Runtime:
 
     def scale_on(self, device: torch.device) -> Tensor:
         """S as an input of a graph on ``device``; a new tensor when it changes, so that each backward keeps its own."""
-        if device not in self._on_device:
+        scale = self._on_device.get(device)
+        if scale is None:
             assert self._state is not None
-            self._on_device[device] = self._state.scale.to(device)
-        return self._on_device[device]
+            scale = self._on_device[device] = self._state.scale.to(device)
+        return scale
 
     def judged(self, names: tuple[str, ...], bad: Tensor, overflowed: Tensor, skipped: Tensor) -> None:
         """Take note of an optimizer step, and move the scale.

@@ -20,7 +20,7 @@ Owner = tuple[Runtime, nn.Module | None]
 """The runtime of the model that is being called, and the model; None for a function."""
 
 
-_TELLING = 16
+_TELLING = 8
 """By so many of its parameters a model is recognised at every call: looking at all costs 0.2 microseconds each. Should
 two models of one structure share just these, a flag may name the other's parameter; gradients are looked at as well."""
 

@@ -69,6 +69,15 @@ def is_view(node: fx.Node) -> bool:
     return node.target in _VIEWS
 
 
+def viewed(node: fx.Node) -> fx.Node:
+    """The node whose memory a node is a view of; itself where it is none."""
+    while node.op == "call_function" and is_view(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
+
+
 def is_partial_view(node: fx.Node) -> bool:
     """Whether a node is a slice, a copy, or one piece of a split of its first argument."""
     if node.target in _PARTIAL_VIEWS:

@@ -75,7 +75,7 @@ def carries_factor(node: fx.Node, scaled: Collection[fx.Node]) -> bool:
         first = next(argument for argument, _ in arguments(node))
         return having == {first} and not _fills(node)
     if name in _SUMS or name == "masked_fill":
-        return all(value in scaled or is_zero(value) for _, value in _summands(node)) and not _fills(node)
+        return all(value in scaled or is_zero(value) for _, value in _tensors(node)) and not _fills(node)
     if name in _PRODUCTS:
         biases = [value for argument, value in _tensors(node) if argument == "bias"]
         return not biases and sum(value in scaled for _, value in _tensors(node)) == 1
@@ -110,7 +110,7 @@ def unscaled_summands(node: fx.Node, scaled: Collection[fx.Node]) -> list[fx.Nod
     """The operands of a sum that lack the factor the others have; empty where ``node`` is no such sum."""
     if packet_name(node.target) not in _SUMS or _fills(node):
         return []
-    return [value for _, value in _summands(node) if value not in scaled and not is_zero(value)]
+    return [value for _, value in _tensors(node) if value not in scaled and not is_zero(value)]
 
 
 def is_zero(node: fx.Node) -> bool:
@@ -133,10 +133,6 @@ def _tensors(node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
         for leaf in tree_leaves(value):
             if _is_floating(leaf):
                 yield name, leaf
-
-
-def _summands(node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
-    yield from _tensors(node)
 
 
 def _is_floating(leaf: Any) -> bool:

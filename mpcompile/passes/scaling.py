@@ -222,7 +222,7 @@ class _Scaling:
         return self._true[node]
 
     def require_unscaled_outputs(self) -> None:
-        """Raise where a value that carries S leaves the graph, or is written into an input."""
+        """Raise where a value that carries S leaves the graph."""
         for value in tree_leaves(_output_args(self._gm)):
             if value in self._scaled:
                 raise PassError(f"The scaled value {describe(value)} would leave the graph where no gradient does.")

@@ -25,11 +25,11 @@ from mpcompile.passes.graph import (
     arguments,
     describe,
     dtype_of,
-    is_view,
     module_path,
     output_of,
     source_line,
     tensor,
+    viewed,
 )
 from mpcompile.passes.op_classes import OpClass, classify, roles_of
 from mpcompile.passes.result import PassError
@@ -98,20 +98,11 @@ def _aliases(outputs: list[Any]) -> Iterator[tuple[int, str]]:
     first: dict[fx.Node, int] = {}
     for index, output in enumerate(outputs):
         if isinstance(output, fx.Node):
-            root = _root(output)
+            root = viewed(output)
             if root.op == "placeholder":
                 yield index, root.name
             if first.setdefault(root, index) != index:
                 yield index, f"output {first[root]}"
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The node whose memory a node is a view of."""
-    while node.op == "call_function" and is_view(node):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    return node
 
 
 def _mutates(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from mpcompile.passes.edit import insert_after, insert_cast, insert_view
-from mpcompile.passes.graph import LOW_DTYPES, aten, dtype_of, is_cast, is_view, op_name, output_of
+from mpcompile.passes.graph import LOW_DTYPES, aten, dtype_of, is_cast, is_view, op_name, output_of, viewed
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import Change, PassResult
 
@@ -46,16 +46,8 @@ def widen_gradients(gm: fx.GraphModule, policy: Policy) -> PassResult:
 
 def _is_shared(node: fx.Node, others: list[Any]) -> bool:
     """Whether a node has its memory in common with an input or another output."""
-    root = _root(node)
-    return root.op == "placeholder" or any(isinstance(other, fx.Node) and _root(other) is root for other in others)
-
-
-def _root(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and is_view(node):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    return node
+    root = viewed(node)
+    return root.op == "placeholder" or any(isinstance(other, fx.Node) and viewed(other) is root for other in others)
 
 
 def _wide(node: fx.Node) -> fx.Node:
