@@ -1,4 +1,4 @@
-"""Graphs to test the passes on, and what the tests read off them."""
+"""Models and graphs to test on, and what the tests read off them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import default_partition
@@ -25,6 +25,37 @@ from mpcompile.passes.graph import CAST, DECOMPOSED, is_backward, is_cast, op_na
 from mpcompile.torch_compat import fork, parameters_of
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+
+SCRIPT_HEAD = """
+import json, sys, torch, mpcompile
+from torch import nn
+from torch._dynamo.utils import counters
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu())
+
+model, x = Net(), torch.linspace(-1, 1, 40).view(5, 8)
+"""
+"""Beginning of a script for a process of its own, in which a small model gets compiled."""
+
+
+class Net(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())
 
 
 def trace(fn: Callable[..., Any], *inputs: Any) -> fx.GraphModule:

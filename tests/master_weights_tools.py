@@ -12,6 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import mpcompile
 from mpcompile import MasterWeights
+from mpcompile.execution.stand_in import parameters_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NO_MASTERS = "no float32 master copy"
@@ -120,6 +121,22 @@ def give_gradients(twin: Iterable[Tensor], parameters: Iterable[Tensor]) -> None
     """Copies of the gradients, in fp32."""
     for own, parameter in zip(twin, parameters, strict=True):
         own.grad = None if parameter.grad is None else parameter.grad.float().clone()
+
+
+def train_both(
+    model: Callable[..., Any],
+    optimizer: Optimizer,
+    reference: Optimizer,
+    seeds: Iterable[int],
+    dtype: torch.dtype = BF16,
+) -> None:
+    """One step for each seed, and one of ``reference``, whose parameters are an fp32 twin, with the same gradients."""
+    for seed in seeds:
+        optimizer.zero_grad()
+        backward(model, dtype, (seed,))
+        give_gradients(parameters_of(reference), parameters_of(optimizer))
+        optimizer.step()
+        reference.step()
 
 
 def assert_follow(masters: MasterWeights, parameters: Sequence[Tensor], twin: Sequence[Tensor]) -> None:

@@ -13,16 +13,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 import mpcompile
 from benchmarks.models import GPT
 from mpcompile import backend
+from tests.helpers import Net
 from tests.test_programs import BOUND, error, matmuls, mixprec
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).relu())
 
 
 def exact(model: nn.Module, x: Tensor) -> Tensor:

@@ -11,20 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mpcompile
-from tests.helpers import relative_error
+from tests.helpers import Net, relative_error
 from tests.test_programs import error, in_fp64
 from tests.test_programs_fp16 import BOUND, SCALES, TOO_LARGE, fp16, set_scale
 
 ALL = ("first.weight", "first.bias", "last.weight", "last.bias")
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).relu())
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

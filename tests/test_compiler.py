@@ -17,6 +17,7 @@ import mpcompile
 from mpcompile import backend, joint_pass
 from mpcompile.joint_pass import JointPass
 from mpcompile.passes import op_classes
+from tests.helpers import SCRIPT_HEAD
 from tests.test_programs import BOUND, mixprec
 
 
@@ -157,24 +158,7 @@ def test_the_hook_of_ours_cannot_be_an_option_as_well(hook: str, monkeypatch: py
         compiled(torch.randn(3, 8))
 
 
-PROCESS = """
-import json, sys, torch, mpcompile
-from torch import nn
-from torch._dynamo.utils import counters
-
-torch.manual_seed(0)
-torch.set_num_threads(1)
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.last(self.first(x).relu())
-
-model, x = Net(), torch.linspace(-1, 1, 40).view(5, 8)
-compiled = torch.compile(model, backend="mixprec", options=json.loads(sys.argv[1]))
+PROCESS = """compiled = torch.compile(model, backend="mixprec", options=json.loads(sys.argv[1]))
 output = compiled(x)
 output.sum().backward()
 (report,) = mpcompile.reports(compiled)
@@ -195,7 +179,7 @@ print(json.dumps({
 def process(folder: Path, **options: Any) -> dict[str, Any]:
     """Train a step in a new process with a cache of its own."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    (folder / "train.py").write_text(PROCESS)
+    (folder / "train.py").write_text(SCRIPT_HEAD + PROCESS)
     result = subprocess.run(
         [sys.executable, str(folder / "train.py"), json.dumps({"dtype": "bf16", **options})],
         env=environment,

@@ -19,9 +19,9 @@ from tests.master_weights_tools import (
     assert_same,
     backward,
     fp32_twin,
-    give_gradients,
     masters_of,
     train,
+    train_both,
     values,
 )
 
@@ -64,12 +64,7 @@ def test_what_a_step_assigns_to_groups_and_state_is_kept(make: Callable[..., Cou
     masters = mpcompile.master_weights(model, optimizer)
     parameters, twin = list(model.parameters()), fp32_twin(model.parameters())
     reference = make(twin)
-    for seed in range(3):
-        optimizer.zero_grad()
-        backward(model, BF16, (seed,))
-        give_gradients(twin, parameters)
-        optimizer.step()
-        reference.step()
+    train_both(model, optimizer, reference, range(3))
     assert_follow(masters, parameters, twin)
     assert_same(optimizer.state_dict(), reference.state_dict())
     assert optimizer.param_groups[0]["taken"] == 3

@@ -33,6 +33,7 @@ from tests.master_weights_tools import (
     give_gradients,
     masters_of,
     train,
+    train_both,
     values,
 )
 from tests.test_programs import BOUND, mixprec
@@ -47,11 +48,7 @@ def test_a_step_is_the_step_of_fp32_parameters(make: Callable[..., Optimizer], d
     twin = fp32_twin(parameters)
     reference = make(twin)
     for seed in range(5):
-        optimizer.zero_grad()
-        backward(model, dtype, (seed,))
-        give_gradients(twin, parameters)
-        optimizer.step()
-        reference.step()
+        train_both(model, optimizer, reference, (seed,), dtype)
         assert_follow(masters, parameters, twin)
     assert_same(optimizer.state_dict(), reference.state_dict())
 
@@ -122,11 +119,7 @@ def test_settings_of_groups_can_be_changed_between_steps() -> None:
         before = values(masters.values())
         for each in (optimizer, reference):
             each.param_groups[0].update(change)
-        optimizer.zero_grad()
-        backward(model, BF16, (seed,))
-        give_gradients(twin, parameters)
-        optimizer.step()
-        reference.step()
+        train_both(model, optimizer, reference, (seed,))
         assert_follow(masters, parameters, twin)
     assert_same(list(masters.values()), before)  # lr = 0
 
@@ -157,12 +150,7 @@ def test_param_groups_keep_their_own_settings() -> None:
     twin = fp32_twin(parameters)
     optimizer, reference = make([parameters[:2], parameters[2:]]), make([twin[:2], twin[2:]])
     masters = mpcompile.master_weights(model, optimizer)
-    for seed in range(3):
-        optimizer.zero_grad()
-        backward(model, BF16, (seed,))
-        give_gradients(twin, parameters)
-        optimizer.step()
-        reference.step()
+    train_both(model, optimizer, reference, range(3))
     assert list(masters) == ["body.2.weight", "body.2.bias", "body.0.bias", "body.0.weight"]
     assert_follow(masters, parameters, twin)
     assert [id(p) for p in parameters_of(optimizer)] == [id(p) for p in parameters]
@@ -206,12 +194,7 @@ def test_fp32_parameters_are_their_own_masters(compiled: bool) -> None:
     parameters, twin = list(model.parameters()), fp32_twin(model.parameters())
     reference = OPTIMIZERS["AdamW"](twin)
     call = mixprec(model) if compiled else model
-    for seed in range(3):
-        optimizer.zero_grad()
-        backward(call, BF16, (seed,))
-        give_gradients(twin, parameters)
-        optimizer.step()
-        reference.step()
+    train_both(call, optimizer, reference, range(3))
     assert_same(list(model.state_dict().values()), values(twin))
     assert_same(values(parameters), [own.detach().to(p.dtype) for own, p in zip(twin, parameters, strict=True)])
     # The state dict holds the fp32 parameters themselves, as ever.
@@ -261,11 +244,7 @@ def test_state_that_was_there_before_is_continued_in_fp32() -> None:
         reference.state[own] = {key: value.float().clone() for key, value in optimizer.state[parameter].items()}
     masters = mpcompile.master_weights(model, optimizer)
     assert_same(optimizer.state_dict(), reference.state_dict())
-    optimizer.zero_grad()
-    backward(model, BF16, (2,))
-    give_gradients(twin, parameters)
-    optimizer.step()
-    reference.step()
+    train_both(model, optimizer, reference, (2,))
     assert_follow(masters, parameters, twin)
 
 
