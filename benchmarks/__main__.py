@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import DTYPES, Measurement, measure, peers
-from benchmarks.models import workloads
+from benchmarks.workloads import workloads
 from mpcompile.device import has_native_bf16
 
 
@@ -22,7 +22,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved steps per peer")
-    parser.add_argument("--scale", type=int, default=1, help="multiplies the batch of every workload")
     parser.add_argument("--only", default="", help="measure the workloads whose name contains this")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--threads", type=int, help="CPU threads; one is steadier on a shared machine")
@@ -30,8 +29,8 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     results = {}
-    for workload in workloads(arguments.scale):
-        if arguments.only.lower() in workload.name.lower():
+    for workload in workloads("cpu"):
+        if workload.training and arguments.only.lower() in workload.name.lower():
             results[workload.name] = measure(workload, peers(arguments.dtype), arguments.rounds)
     console = Console(width=110)
     console.print(_table(results, arguments.dtype))

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import Peer, peers
-from benchmarks.models import workloads
+from benchmarks.workloads import workloads
 
 _PEERS = {peer.name: peer for peer in peers("bf16")}
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 def _first_step(name: str, peer: Peer) -> float:
     torch.manual_seed(0)
-    (workload,) = (w for w in workloads() if w.name == name)
+    (workload,) = (w for w in workloads("cpu") if w.name == name)
     model, inputs = workload.model(), workload.inputs()
     start = time.perf_counter()
     compiled = peer.compile(model)

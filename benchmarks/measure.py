@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import Workload
+from benchmarks.workloads import Workload
 
 
 @dataclass(frozen=True)
