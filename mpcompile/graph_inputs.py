@@ -11,6 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from mpcompile.passes.gradient_role import WEIGHT_GRADIENTS
 from mpcompile.passes.graph import LOW_DTYPES, PARAMETER, output_of, subgraphs, tensor
 from mpcompile.passes.range_guard import BEYOND_RANGE, LARGEST
 from mpcompile.passes.scaling import SCALING, ScalingSite
@@ -23,6 +24,8 @@ class GraphInputs:
 
     parameters: Mapping[int, str]
     """The names of those that are parameters."""
+    weights: frozenset[int]
+    """Those whose gradients are weight gradients: the parameters, or the leaves of a function that has none."""
     beyond_range: frozenset[int]
     """Parameters with values that fp16 cannot hold."""
     wide_gradients: frozenset[int]
@@ -43,6 +46,7 @@ class GraphInputs:
         differentiable = [i for i, value in enumerate(inputs) if _is_differentiable(value)] if scaled else []
         return cls(
             parameters=parameters,
+            weights=frozenset(parameters or (i for i, value in enumerate(inputs) if _is_leaf(value))),
             beyond_range=frozenset(i for i in parameters if low is torch.float16 and _is_beyond_range(inputs[i])),
             wide_gradients=frozenset(i for i, value in enumerate(inputs) if _is_low_leaf(value)),
             slots={i: parameters.get(i, placeholders[i].name) for i in differentiable},
@@ -55,6 +59,7 @@ class GraphInputs:
             *(f"{position}: {name}" for position, name in self.parameters.items()),
             f"beyond range {sorted(self.beyond_range)}",
             f"wide {sorted(self.wide_gradients)}",
+            f"weights {sorted(self.weights)}",
             f"scaled {list(self.slots)}",
         )
 
@@ -74,6 +79,7 @@ class GraphInputs:
                 node.meta[BEYOND_RANGE] = True
         _mark_bodies(gm)
         gradients = dict(_gradients(gm))
+        output_of(gm).meta[WEIGHT_GRADIENTS] = tuple(i for i, of in gradients.items() if of in self.weights)
         gm.meta[WIDE_GRADIENTS] = tuple(i for i, position in gradients.items() if position in self.wide_gradients)
         if self.slots and gradients:
             gm.meta[SCALING] = self._site(gm, gradients)
@@ -122,8 +128,12 @@ def _is_beyond_range(value: Any) -> bool:
     return bool(((ends > LARGEST) & torch.isfinite(ends)).any())
 
 
+def _is_leaf(value: Any) -> bool:
+    return _is_differentiable(value) and bool(value.is_leaf)
+
+
 def _is_low_leaf(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES and value.requires_grad and value.is_leaf
+    return _is_leaf(value) and value.dtype in LOW_DTYPES
 
 
 # AOTAutograd describes every input and output of its graph in ``meta["desc"]``: ``PlainAOTInput(idx)``,

@@ -87,8 +87,8 @@ def site_of(gm: fx.GraphModule) -> ScalingSite:
 
 
 def inputs_of(slots: Mapping[int, str], count: int, **facts: Any) -> GraphInputs:
-    empty: dict[str, Any] = {"parameters": {}, "beyond_range": frozenset(), "wide_gradients": frozenset()}
-    return GraphInputs(**{**empty, **facts}, slots=slots, count=count)
+    empty: dict[str, Any] = dict.fromkeys(("weights", "beyond_range", "wide_gradients"), frozenset())
+    return GraphInputs(**{"parameters": {}, **empty, **facts}, slots=slots, count=count)
 
 
 WHOLE = PlainAOTInput(7)
