@@ -20,6 +20,7 @@ from mpcompile.passes import Policy, run_passes
 from mpcompile.passes.emulation import emulate_low_products
 from mpcompile.passes.graph import DECOMPOSED, is_backward, subgraphs
 from mpcompile.passes.op_classes import registered_ops
+from mpcompile.passes.wide_products import EMULATED
 from mpcompile.torch_compat import elides_roundings
 
 
@@ -46,6 +47,8 @@ class JointPass(CustomGraphPass):
         stable_topological_sort(graph)  # Inductor's patterns leave the graph unsorted until their last pass
         _mark_decomposed(gm)
         _mark_backward(graph)
+        if self.needs_emulation([node.meta.get("val") for node in graph.find_nodes(op="placeholder")]):
+            _mark_emulated(gm)
         self._inputs.mark(gm)
         before = snapshot(gm)
         self._recorder.add(before, gm, run_passes(gm, self.policy))
@@ -98,6 +101,12 @@ def _mark_decomposed(gm: fx.GraphModule) -> None:
     gm.meta[DECOMPOSED] = True
     for _, child in subgraphs(gm):
         _mark_decomposed(child)
+
+
+def _mark_emulated(gm: fx.GraphModule) -> None:
+    gm.meta[EMULATED] = True
+    for _, child in subgraphs(gm):
+        _mark_emulated(child)
 
 
 def is_on_cpu(inputs: Sequence[Any]) -> bool:

@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from mpcompile.passes.bias_gradient import keep_bias_gradient
 from mpcompile.passes.compute_plan import plan_compute
 from mpcompile.passes.edit import insert_cast, insert_view, recompute_in_backward, refresh, replace_arguments
+from mpcompile.passes.gradient_role import gradient_roles
 from mpcompile.passes.graph import (
     CAST,
     KEPT,
@@ -35,6 +36,7 @@ from mpcompile.passes.graph import (
 from mpcompile.passes.op_classes import roles_of
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import Change, PassResult
+from mpcompile.passes.wide_products import EMULATED, leave_wide, leaves_wide
 
 # Below this many rows a matmul is so short that casting its weight again in backward costs more time than the
 # bytes of a saved copy are worth: a cast moves 6 bytes per weight, the matmul does 2 x rows operations per weight.
@@ -54,10 +56,15 @@ def insert_casts(gm: fx.GraphModule, policy: Policy) -> PassResult:
     keeps in fp32, and operations whose low kernel would lay out its result differently.
     """
     narrowing = _Narrowing(policy.dtype, is_joint(gm.graph))
+    emulated = EMULATED in gm.meta
+    roles = gradient_roles(gm.graph)
     changes: list[Change] = []
     for node, decision in plan_compute(gm, policy).items():
         if decision.precision == "low":
+            wide = leaves_wide(node, roles[node], policy, emulated=emulated)
             changes += _lower(node, narrowing, decision.reason)
+            if wide and KEPT not in node.meta:
+                changes.append(_leave_wide(node, narrowing, emulated))
         elif _narrows_from_fp32(node):
             changes += _share_narrowing(node, policy)
     return PassResult("insert_casts", (*narrowing.changes(), *changes))
@@ -86,6 +93,12 @@ def _lower(node: fx.Node, narrowing: _Narrowing, reason: str) -> list[Change]:
         if dtype_of(result) in LOW_DTYPES:
             _widen(result)
     return [Change(node.name, op_name(node), "float32", str(narrowing.dtype)[6:], reason)]
+
+
+def _leave_wide(node: fx.Node, narrowing: _Narrowing, emulated: bool) -> Change:
+    low = str(narrowing.dtype)[6:]
+    reason = leave_wide(node, narrowing.widened, emulated=emulated)
+    return Change(node.name, op_name(node), f"{low} x {low} -> {low}", f"{low} x {low} -> float32", reason)
 
 
 def _is_fp32(node: fx.Node) -> bool:
@@ -150,12 +163,19 @@ class _Narrowing:
         self._joint = joint
         self._casts: list[fx.Node] = []
         self._low: dict[fx.Node, fx.Node] = {}
+        self._wide: dict[fx.Node, fx.Node] = {}
 
     def low(self, node: fx.Node) -> fx.Node:
         """The low form of an fp32 value, made above its views where it has any."""
         if node not in self._low:
             self._low[node] = _free_low_form(node, self.dtype) or self._make(node)
         return self._low[node]
+
+    def widened(self, low: fx.Node) -> fx.Node:
+        """A low value as an operand of an fp32 kernel."""
+        if low not in self._wide:
+            self._wide[low] = insert_cast(low, torch.float32)
+        return self._wide[low]
 
     def _make(self, node: fx.Node) -> fx.Node:
         if is_view(node) and _is_fp32(_argument(node)):

@@ -18,6 +18,8 @@ class Policy:
 
     dtype: torch.dtype = torch.bfloat16
     """The low precision type: ``torch.bfloat16`` or ``torch.float16``; ``torch.float32`` changes nothing."""
+    preset: str = "default"
+    """x"""
     fp32: tuple[str, ...] = ()
     """Rules for what computes in fp32 whatever its class: ``"layers.*.norm"``, ``"op:softmax"``, ``"param:*"``."""
     low: tuple[str, ...] = ()
@@ -49,7 +51,7 @@ class Policy:
             precision: tuple(str(rule) for rule in self.rules(precision) if rule.kind == "op")
             for precision in ("fp32", "low")
         }
-        return Policy(dtype=self.dtype, fp32=kept["fp32"], low=kept["low"])
+        return Policy(dtype=self.dtype, preset=self.preset, fp32=kept["fp32"], low=kept["low"])
 
     @property
     def is_fp32(self) -> bool:
