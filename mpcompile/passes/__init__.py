@@ -1,7 +1,7 @@
 """The precision passes: they rewrite any functional ATen graph and know nothing of who made it.
 
 Read in this order: ``policy`` (what decides), ``op_classes`` (the table), ``compute_plan`` (the decisions),
-``casts`` and ``sharing`` (the edits), ``pipeline`` (their order). ``intent`` and ``kernels`` work earlier, on
+``casts`` (its edits), ``storage_plan`` and ``storage``, ``pipeline`` (their order). ``intent`` and ``kernels`` work earlier, on
 Dynamo's graph.
 """
 
@@ -11,7 +11,7 @@ from mpcompile.passes.op_classes import OpClass, classify, register_op
 from mpcompile.passes.pipeline import PASSES, run_passes
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import Change, PassError, PassResult
-from mpcompile.passes.sharing import share_low_copies
+from mpcompile.passes.storage import store_low
 from mpcompile.passes.verifier import verify
 
 __all__ = [
@@ -28,6 +28,6 @@ __all__ = [
     "plan_compute",
     "register_op",
     "run_passes",
-    "share_low_copies",
+    "store_low",
     "verify",
 ]

@@ -12,7 +12,7 @@ from mpcompile.passes.graph import is_cast, is_partial_view, is_tuple_view, is_v
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import PassResult
 from mpcompile.passes.scaling import insert_loss_scaling
-from mpcompile.passes.sharing import share_low_copies
+from mpcompile.passes.storage import store_low
 from mpcompile.passes.statistics import keep_statistics_finite
 from mpcompile.passes.verifier import signature, verify
 from mpcompile.passes.wide_gradients import widen_gradients
@@ -27,10 +27,10 @@ PASSES: tuple[Pass, ...] = (
     keep_statistics_finite,
     # Carries out the compute plan; every later pass works on the casts it made.
     insert_casts,
-    # Before sharing: a cast that folds away leaves no low copy to share.
+    # Before storing: a cast that folds away leaves no low copy.
     fold_casts,
     # Last: only what is still narrowed is worth storing low once.
-    share_low_copies,
+    store_low,
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -39,11 +40,18 @@ def size(node: fx.Node) -> int:
     return 0 if value is None else elements(node) * value.itemsize
 
 
-def saved_values(graph: fx.Graph, stage: dict[fx.Node, int] | None = None) -> set[fx.Node]:
-    """The forward values of a joint graph that will be kept for backward; inputs among them cost nothing.
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """How backward will come by the values of forward that it depends on."""
 
-    ``stage``: that of ``fusion.stages``, where the caller has it.
-    """
+    saved: set[fx.Node]
+    """Kept from forward to backward; inputs of the graph among them cost nothing."""
+    recomputed: set[fx.Node]
+    """Computed in backward, again or only there."""
+
+
+def predict_partition(graph: fx.Graph, stage: dict[fx.Node, int] | None = None) -> Partition:
+    """Predict how a partitioner will cut a joint graph; ``stage``: that of ``fusion.stages``, where one has it."""
     stage = stages(graph) if stage is None else stage
     distance = _distances(graph)
     forward = _needed_forward(graph)
@@ -59,7 +67,8 @@ def saved_values(graph: fx.Graph, stage: dict[fx.Node, int] | None = None) -> se
         if not kept:
             pulls += [(computed, ("there", source), NEVER) for source in node.all_input_nodes if source in distance]
     present = minimise(cost, pulls)
-    return {node for node in distance if ("there", node) in present and ("computed", node) not in present}
+    recomputed = {node for node in distance if ("computed", node) in present}
+    return Partition({node for node in distance if ("there", node) in present} - recomputed, recomputed)
 
 
 def _distances(graph: fx.Graph) -> dict[fx.Node, int]:

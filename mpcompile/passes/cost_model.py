@@ -1,0 +1,172 @@
+"""What it costs to keep the values of a graph in fp32 or in the low type: bytes moved, bytes held, roundings.
+
+All costs are in bytes per element, so that no decision depends on a size that is dynamic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mpcompile.passes.fusion import fuses, stages
+from mpcompile.passes.graph import dtype_of, is_backward, is_cast, source_of_widening
+from mpcompile.passes.minimum_cut import NEVER
+from mpcompile.passes.readers import (
+    accumulates,
+    feeds_convolution,
+    is_later,
+    is_moved,
+    is_narrowing,
+    low_form,
+    origin,
+    reads_unrounded,
+)
+from mpcompile.passes.saved_values import elements, predict_partition, size
+
+_WIDE, _LOW = 4, 2
+"""Bytes of an element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the parts of the energy are worth, in bytes moved; a preset is one of these."""
+
+    held: float
+    """One byte kept from forward to backward."""
+    rounding: float
+    """One rounding of a value that is read for more than gradients."""
+    carried: float
+    """One rounding of a value that is added into a stream of values, which carries it on to the end."""
+    convolved: float
+    """One rounding of a value that feeds a convolution: drowned by the many products that are summed there."""
+    repeated: float
+    """One rounding of the sum of values that were each rounded already."""
+    gradient: float
+    """One rounding of a value that only backward reads: it enters gradients once."""
+
+
+PRESETS = {
+    "default": Weights(held=1.0, rounding=8.0, carried=32.0, convolved=4.0, repeated=1.0, gradient=1.5),
+    "accurate": Weights(held=1.0, rounding=NEVER, carried=NEVER, convolved=NEVER, repeated=NEVER, gradient=NEVER),
+    "fast": Weights(held=1.0, rounding=1.0, carried=1.0, convolved=1.0, repeated=0.5, gradient=0.5),
+}
+"""``accurate`` keeps a value low only where that rounds nothing more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An fp32 value that the graph computes, its readers, and what storing it low changes, in bytes per element."""
+
+    node: fx.Node
+    sooner: tuple[fx.Node, ...]
+    """Readers that may read the low form, but those of the next field."""
+    later: tuple[fx.Node, ...]
+    """Of a value of forward: readers in backward that may."""
+    for_sooner: float
+    """What changes in bytes where ``sooner`` read the low form, given that ``later`` do."""
+    for_later: float
+    """What changes in bytes, moved and held, where ``later`` read it."""
+    rounding: float
+    """Price of the rounding that ``sooner`` then see."""
+
+
+class CostModel:
+    """The costs of one joint or inference graph in which the operands of products are narrowed already."""
+
+    def __init__(self, graph: fx.Graph, weights: Weights, kept: set[fx.Node]) -> None:
+        """``kept``: operations that the compute plan keeps in fp32; they read what was not rounded."""
+        self._weights = weights
+        self._kept = kept
+        self._stage = stages(graph)
+        self._partition = predict_partition(graph, self._stage)
+        self._backward_side = self._partition.recomputed | {node for node in graph.nodes if is_backward(node)}
+
+    def value(self, node: fx.Node) -> Value | None:
+        """What there is to decide about a node; None where it has no form but the one it has.
+
+        Left alone: what is no fp32 value of the graph's own (inputs and parameters are in memory in fp32 whatever
+        happens), and what is read by more elements than it has: statistics, positions, biases.
+        """
+        if node.op != "call_function" or dtype_of(node) is not torch.float32 or is_moved(node) or is_cast(node):
+            return None
+        readers = [user for user in node.users if not is_narrowing(user)]
+        may = [user for user in readers if not reads_unrounded(user, self._kept)]
+        if not may or any(elements(user) > elements(node) and not is_moved(user) for user in may):
+            return None
+        must = [user for user in readers if user not in may]
+        later = [] if is_backward(node) else [user for user in may if is_later(user)]
+        sooner = [user for user in may if user not in later]
+        return Value(
+            node,
+            tuple(sooner),
+            tuple(later),
+            self._bytes_for_sooner(node, sooner, later, must),
+            self._bytes_for_later(node, sooner, later, must),
+            self._rounding(node, sooner),
+        )
+
+    def _bytes_for_sooner(self, node: fx.Node, sooner: list[fx.Node], later: list[fx.Node], must: list[fx.Node]) -> float:
+        crossings = self._crossings(node, sooner)
+        no_longer_written = _WIDE if crossings and not self._crossings(node, must) else 0
+        narrowed = 0 if later or low_form(node) else _LOW
+        moved = narrowed - no_longer_written - crossings * (_WIDE - _LOW)
+        return moved + (self._bytes_of_saving(node, sooner, must) if self._is_needed_anyway(node, later) else 0.0)
+
+    def _bytes_for_later(self, node: fx.Node, sooner: list[fx.Node], later: list[fx.Node], must: list[fx.Node]) -> float:
+        if not later or self._is_needed_anyway(node, later):
+            return 0.0
+        return self._bytes_of_saving(node, sooner, must)
+
+    def _bytes_of_saving(self, node: fx.Node, sooner: list[fx.Node], must: list[fx.Node]) -> float:
+        """What changes where all that backward reads of a value is its low form."""
+        low = low_form(node)
+        low_is_held = low is not None and low in self._partition.saved
+        wide_is_held = any(map(is_later, must))
+        if node not in self._partition.saved and (low_is_held or wide_is_held):
+            # Backward computes it anew, from something else that is read and held.
+            return -_LOW * (1 + self._weights.held) if low_is_held else 0.0
+        held = (0 if low_is_held else _LOW) - (0 if wide_is_held else self._held_for(node))
+        is_written = node in self._partition.saved and not self._crossings(node, [*sooner, *must])
+        narrowed = 0 if low else _LOW
+        return self._weights.held * held + narrowed - (_WIDE if is_written else 0) - (_WIDE - _LOW)
+
+    def _held_for(self, node: fx.Node) -> float:
+        """Bytes per element that are held for a value: its own, or those of what it alone is computed from anew."""
+        if node in self._partition.saved:
+            return _WIDE
+        frontier, held = [node], 0
+        while frontier:
+            reader = frontier.pop()
+            for source in reader.all_input_nodes:
+                if set(source.users) & self._backward_side != {reader}:
+                    continue  # held or computed for others too
+                if source in self._partition.saved:
+                    held += size(source)
+                elif source in self._partition.recomputed:
+                    frontier.append(source)
+        return held / elements(node)
+
+    def _is_needed_anyway(self, node: fx.Node, later: list[fx.Node]) -> bool:
+        """Whether backward computes something anew from the value itself, such as the operand of a weight gradient."""
+        return any(user in self._partition.recomputed for user in node.users if user not in later) and not is_backward(node)
+
+    def _crossings(self, node: fx.Node, readers: Sequence[fx.Node]) -> int:
+        """How many later kernels read a value; readers of one stage share a kernel."""
+        own = self._stage[node]
+        return len({self._stage[user] for user in readers if self._stage[user] > own or not fuses(user)})
+
+    def _rounding(self, node: fx.Node, sooner: list[fx.Node]) -> float:
+        # A convolutional net's time is the bytes of its activations, residual streams included.
+        if feeds_convolution(low_form(node)):
+            return self._weights.convolved
+        if any(map(accumulates, sooner)):
+            return self._weights.carried
+        return self._weights.repeated if _adds_rounded(node) else self._weights.rounding
+
+
+def _adds_rounded(node: fx.Node) -> bool:
+    operands = [arg for arg in node.args if isinstance(arg, fx.Node)]
+    return accumulates(node) and all(source_of_widening(origin(operand)) is not None for operand in operands)

@@ -1,0 +1,79 @@
+"""Who reads a value, and what each reader can bear: the low form, or only what was not rounded."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mpcompile.passes.graph import (
+    CAST,
+    LOW_DTYPES,
+    aten,
+    dtype_of,
+    is_backward,
+    is_cast,
+    is_getitem,
+    is_partial_view,
+    is_view,
+    packet_name,
+    tensor,
+)
+from mpcompile.passes.op_classes import RANKING_OPS, STATISTICS
+
+
+def is_moved(node: fx.Node) -> bool:
+    """Whether a node holds elements of its argument as they are: a view, a slice, a piece of a split."""
+    return is_view(node) or is_partial_view(node) or is_getitem(node)
+
+
+def origin(node: fx.Node) -> fx.Node:
+    """What a node holds elements of; itself where it computes."""
+    while is_moved(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def is_narrowing(node: fx.Node) -> bool:
+    """Whether a node is a cast to the low type that a pass put in."""
+    return CAST in node.meta and dtype_of(node) in LOW_DTYPES
+
+
+def low_form(node: fx.Node) -> fx.Node | None:
+    """The low copy of a value that is there anyway, because a product reads it."""
+    return next((user for user in node.users if is_narrowing(user)), None)
+
+
+def reads_unrounded(reader: fx.Node, kept: set[fx.Node]) -> bool:
+    """Whether a reader must see a value before rounding, itself or through views of it.
+
+    Outputs, the user's own casts, sums and statistics, comparisons and rankings, and the operations in ``kept``: those
+    that the compute plan keeps in fp32 (a router, an island).
+    """
+    if reader.op != "call_function" or is_cast(reader):
+        return True
+    if is_moved(reader):
+        return any(reads_unrounded(user, kept) for user in reader.users)
+    name = packet_name(reader.target)
+    return name in RANKING_OPS or name in STATISTICS or reader in kept
+
+
+def accumulates(reader: fx.Node) -> bool:
+    """Whether a reader, itself or through views, adds two computed values of one shape: a residual stream, a sum of
+    gradients."""
+    if is_moved(reader):
+        return any(map(accumulates, reader.users))
+    if reader.target is not aten.add.Tensor:
+        return False
+    first, second = (tensor(arg) for arg in reader.args[:2])
+    return first is not None and second is not None and first.shape == second.shape
+
+
+def feeds_convolution(low: fx.Node | None) -> bool:
+    """Whether a low copy is an operand of a convolution."""
+    return low is not None and any(
+        "convolution" in packet_name(user.target) or (is_view(user) and feeds_convolution(user)) for user in low.users
+    )
+
+
+def is_later(reader: fx.Node) -> bool:
+    """Whether a reader belongs to backward, or moves the value for backward alone."""
+    return is_backward(reader) or (is_moved(reader) and bool(reader.users) and all(map(is_later, reader.users)))

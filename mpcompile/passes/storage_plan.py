@@ -1,0 +1,111 @@
+"""The storage plan: which values are kept in the low type where they cross memory or wait for backward.
+
+Pure: reads a graph and a policy, changes nothing; ``storage`` carries the plan out. For every value there are two
+choices, of which the first implies the second: all its readers read the low form (``STORED``), its readers in backward
+do (``SAVED``). The bytes they save are weighed against the roundings they cost over the whole graph at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mpcompile.passes.compute_plan import plan_compute
+from mpcompile.passes.cost_model import PRESETS, CostModel, Value
+from mpcompile.passes.graph import dtype_of, packet_name, source_of_widening
+from mpcompile.passes.minimum_cut import NEVER, minimise
+from mpcompile.passes.policy import Policy
+from mpcompile.passes.readers import origin
+
+STORED, SAVED, EXACT = "stored", "saved", "exact"
+
+Choice = tuple[str, fx.Node]
+"""``STORED`` or ``SAVED`` of a value, or ``EXACT``: all that it is a selection of is stored low."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The energy of all plans for one graph: see ``minimum_cut``."""
+
+    values: dict[fx.Node, Value]
+    cost: dict[Choice, float]
+    pulls: list[tuple[Choice, Choice, float]]
+
+
+def plan_storage(gm: fx.GraphModule, policy: Policy) -> dict[Value, str]:
+    """The values to keep low and how, ``"stored"`` or ``"saved"``, in the order of the graph.
+
+    ``gm``: a joint or inference graph after ``insert_casts``. The plan has the least energy of all.
+    """
+    problem = storage_problem(gm, policy)
+    chosen = minimise(problem.cost, problem.pulls)
+    plan: dict[Value, str] = {}
+    for node, value in problem.values.items():
+        if (STORED, node) in chosen and value.sooner:
+            plan[value] = STORED
+        elif (SAVED, node) in chosen:
+            plan[value] = SAVED
+    return plan
+
+
+def storage_problem(gm: fx.GraphModule, policy: Policy) -> Problem:
+    """Weigh every value of a graph."""
+    kept = {node for node, decision in plan_compute(gm, policy).items() if decision.precision == "fp32"}
+    weights = PRESETS[policy.preset]
+    model = CostModel(gm.graph, weights, kept)
+    found = ((node, model.value(node)) for node in gm.graph.nodes)
+    values = {node: value for node, value in found if value is not None}
+    problem = Problem(values, {}, [])
+    for node, value in values.items():
+        stored, saved, exact = (STORED, node), (SAVED, node), (EXACT, node)
+        sources = list(_sources(node, policy.dtype, values))
+        is_selection = None not in sources
+        problem.cost[stored] = value.for_sooner
+        problem.cost[saved] = value.for_later
+        problem.cost[exact] = 0.0 if is_selection else NEVER
+        problem.pulls.extend(
+            [
+                (stored, saved, NEVER),
+                (stored, exact, value.rounding),
+                (saved, exact if is_selection else stored, weights.gradient),
+                *((exact, (STORED, source), NEVER) for source in sources if source is not None),
+            ]
+        )
+    return problem
+
+
+_SELECTIONS = frozenset(
+    """relu neg abs amax amin maximum minimum where cat stack gather index index_select constant_pad_nd flip roll repeat
+max_pool2d_with_indices _low_memory_max_pool_with_offsets""".split()
+)
+"""Operations that round nothing: every element of the result is one of the operands', or its negative."""
+
+
+def _sources(node: fx.Node, low: torch.dtype, values: dict[fx.Node, Value]) -> Iterator[fx.Node | None]:
+    """The values that have to be stored low for ``node`` to be exact in the low type; None where nothing makes it so."""
+    if packet_name(node.target) not in _SELECTIONS:
+        yield None
+        return
+    for operand in node.all_input_nodes:
+        if dtype_of(operand) is torch.float32:
+            source = origin(operand)
+            if source_of_widening(source) is not None or _is_exact_constant(source, low):
+                continue
+            yield source if source in values else None
+
+
+def _is_exact_constant(node: fx.Node, low: torch.dtype) -> bool:
+    if packet_name(node.target) not in ("full", "zeros", "ones", "scalar_tensor", "full_like"):
+        return False
+    numbers = [arg for arg in node.args if isinstance(arg, (int, float))]
+    return all(_is_exact(float(number), low) for number in numbers)
+
+
+def _is_exact(number: float, low: torch.dtype) -> bool:
+    return math.isnan(number) or torch.tensor(number, dtype=torch.float64).to(low).item() == number
+
+
