@@ -1,8 +1,9 @@
 """The precision passes: they rewrite any functional ATen graph and know nothing of who made it.
 
-Read in this order: ``policy`` (what decides), ``op_classes`` (the table), ``compute_plan`` (the decisions),
-``casts`` (its edits), ``storage_plan`` and ``storage``, ``pipeline`` (their order). ``intent`` and ``kernels`` work earlier, on
-Dynamo's graph.
+Read in this order: ``policy`` (what decides), ``op_classes`` (the table), ``compute_plan`` (which operations compute
+low), ``casts`` (carries it out), ``storage_plan`` (which values are kept low; ``cost_model`` weighs, ``minimum_cut``
+solves), ``storage`` (carries it out), ``pipeline`` (their order). ``intent`` and ``kernels`` work earlier, on Dynamo's
+graph.
 """
 
 from mpcompile.passes.casts import fold_casts, insert_casts

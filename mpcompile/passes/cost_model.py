@@ -5,18 +5,20 @@ All costs are in bytes per element, so that no decision depends on a size that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from mpcompile.passes.exactness import sources
 from mpcompile.passes.fusion import fuses, stages
 from mpcompile.passes.graph import dtype_of, is_backward, is_cast, source_of_widening
 from mpcompile.passes.minimum_cut import NEVER
 from mpcompile.passes.readers import (
     accumulates,
     feeds_convolution,
+    is_computed,
     is_later,
     is_moved,
     is_narrowing,
@@ -73,11 +75,22 @@ class Value:
     """Price of the rounding that ``sooner`` then see."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Readers:
+    """The readers of a value apart from its low form."""
+
+    sooner: tuple[fx.Node, ...]
+    later: tuple[fx.Node, ...]
+    must: tuple[fx.Node, ...]
+    """Those that must read what was not rounded."""
+
+
 class CostModel:
     """The costs of one joint or inference graph in which the operands of products are narrowed already."""
 
-    def __init__(self, graph: fx.Graph, weights: Weights, kept: set[fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph, low: torch.dtype, weights: Weights, kept: set[fx.Node]) -> None:
         """``kept``: operations that the compute plan keeps in fp32; they read what was not rounded."""
+        self._low = low
         self._weights = weights
         self._kept = kept
         self._stage = stages(graph)
@@ -92,44 +105,46 @@ class CostModel:
         """
         if node.op != "call_function" or dtype_of(node) is not torch.float32 or is_moved(node) or is_cast(node):
             return None
-        readers = [user for user in node.users if not is_narrowing(user)]
-        may = [user for user in readers if not reads_unrounded(user, self._kept)]
+        readers = self._readers(node)
+        may = readers.sooner + readers.later
         if not may or any(elements(user) > elements(node) and not is_moved(user) for user in may):
             return None
-        must = [user for user in readers if user not in may]
-        later = [] if is_backward(node) else [user for user in may if is_later(user)]
-        sooner = [user for user in may if user not in later]
+        needed_anyway = not is_backward(node) and self._is_needed_anyway(node, readers)
+        saving = self._bytes_of_saving(node, readers) if readers.later else 0.0
         return Value(
             node,
-            tuple(sooner),
-            tuple(later),
-            self._bytes_for_sooner(node, sooner, later, must),
-            self._bytes_for_later(node, sooner, later, must),
-            self._rounding(node, sooner),
+            readers.sooner,
+            readers.later,
+            for_sooner=self._bytes_of_storing(node, readers) + (saving if needed_anyway else 0.0),
+            for_later=0.0 if needed_anyway else saving,
+            rounding=self._rounding(node, readers),
         )
 
-    def _bytes_for_sooner(self, node: fx.Node, sooner: list[fx.Node], later: list[fx.Node], must: list[fx.Node]) -> float:
-        crossings = self._crossings(node, sooner)
-        no_longer_written = _WIDE if crossings and not self._crossings(node, must) else 0
-        narrowed = 0 if later or low_form(node) else _LOW
-        moved = narrowed - no_longer_written - crossings * (_WIDE - _LOW)
-        return moved + (self._bytes_of_saving(node, sooner, must) if self._is_needed_anyway(node, later) else 0.0)
+    def _readers(self, node: fx.Node) -> _Readers:
+        wide = [user for user in node.users if not is_narrowing(user)]
+        is_exact = sources(node, self._low) == []  # then even a comparison may read the low form
+        may = [user for user in wide if (is_exact and is_computed(user)) or not reads_unrounded(user, self._kept)]
+        later = [] if is_backward(node) else [user for user in may if is_later(user)]
+        sooner = [user for user in may if user not in later]
+        return _Readers(tuple(sooner), tuple(later), tuple(user for user in wide if user not in may))
 
-    def _bytes_for_later(self, node: fx.Node, sooner: list[fx.Node], later: list[fx.Node], must: list[fx.Node]) -> float:
-        if not later or self._is_needed_anyway(node, later):
-            return 0.0
-        return self._bytes_of_saving(node, sooner, must)
+    def _bytes_of_storing(self, node: fx.Node, readers: _Readers) -> float:
+        """What changes in bytes moved where ``sooner`` reads the low form, besides what backward reads."""
+        crossings = self._crossings(node, readers.sooner)
+        no_longer_written = _WIDE if crossings and not self._crossings(node, readers.must) else 0
+        narrowed = 0 if readers.later or low_form(node) else _LOW
+        return narrowed - no_longer_written - crossings * (_WIDE - _LOW)
 
-    def _bytes_of_saving(self, node: fx.Node, sooner: list[fx.Node], must: list[fx.Node]) -> float:
-        """What changes where all that backward reads of a value is its low form."""
+    def _bytes_of_saving(self, node: fx.Node, readers: _Readers) -> float:
+        """What changes in bytes, moved and held, where all that backward reads of a value is its low form."""
         low = low_form(node)
         low_is_held = low is not None and low in self._partition.saved
-        wide_is_held = any(map(is_later, must))
+        wide_is_held = any(map(is_later, readers.must))
         if node not in self._partition.saved and (low_is_held or wide_is_held):
             # Backward computes it anew, from something else that is read and held.
             return -_LOW * (1 + self._weights.held) if low_is_held else 0.0
         held = (0 if low_is_held else _LOW) - (0 if wide_is_held else self._held_for(node))
-        is_written = node in self._partition.saved and not self._crossings(node, [*sooner, *must])
+        is_written = node in self._partition.saved and not self._crossings(node, readers.sooner + readers.must)
         narrowed = 0 if low else _LOW
         return self._weights.held * held + narrowed - (_WIDE if is_written else 0) - (_WIDE - _LOW)
 
@@ -149,20 +164,20 @@ class CostModel:
                     frontier.append(source)
         return held / elements(node)
 
-    def _is_needed_anyway(self, node: fx.Node, later: list[fx.Node]) -> bool:
+    def _is_needed_anyway(self, node: fx.Node, readers: _Readers) -> bool:
         """Whether backward computes something anew from the value itself, such as the operand of a weight gradient."""
-        return any(user in self._partition.recomputed for user in node.users if user not in later) and not is_backward(node)
+        return any(user in self._partition.recomputed for user in node.users if user not in readers.later)
 
-    def _crossings(self, node: fx.Node, readers: Sequence[fx.Node]) -> int:
+    def _crossings(self, node: fx.Node, readers: Iterable[fx.Node]) -> int:
         """How many later kernels read a value; readers of one stage share a kernel."""
         own = self._stage[node]
         return len({self._stage[user] for user in readers if self._stage[user] > own or not fuses(user)})
 
-    def _rounding(self, node: fx.Node, sooner: list[fx.Node]) -> float:
+    def _rounding(self, node: fx.Node, readers: _Readers) -> float:
         # A convolutional net's time is the bytes of its activations, residual streams included.
         if feeds_convolution(low_form(node)):
             return self._weights.convolved
-        if any(map(accumulates, sooner)):
+        if any(map(accumulates, readers.sooner)):
             return self._weights.carried
         return self._weights.repeated if _adds_rounded(node) else self._weights.rounding
 

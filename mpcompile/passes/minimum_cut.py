@@ -33,7 +33,7 @@ def minimise(cost: Mapping[V, float], pulls: Pulls[V]) -> set[V]:
     """The choices that are yes in the cheapest assignment; among equally cheap ones, that with the fewest.
 
     ``cost``: what a yes adds (negative where it saves); ``pulls``: ``(v, u, price)``, what a yes of ``v`` adds while
-    ``u`` is a no, at least 0. Either may be ``NEVER``. Raises ``KeyError`` for a pull on a choice that has no cost.
+    ``u`` is a no, at least 0. Either may be ``NEVER``. Raises ``KeyError`` where a pull is of a choice without a cost.
 
     Near-linear where the pulls fall into small groups: what nothing pulls on is settled by its own sign, a group
     without any saving is all no, and every other group is cut by itself.
@@ -41,8 +41,9 @@ def minimise(cost: Mapping[V, float], pulls: Pulls[V]) -> set[V]:
     groups: nx.Graph = nx.Graph()
     groups.add_nodes_from(cost)
     for choice, other, _ in pulls:
-        cost[choice], cost[other]  # noqa: B018 (KeyError)
         groups.add_edge(choice, other)
+    if unknown := [choice for choice in groups if choice not in cost]:
+        raise KeyError(f"no cost is given for {unknown[0]!r}")
     chosen: set[V] = set()
     where = {choice: number for number, group in enumerate(nx.connected_components(groups)) for choice in group}
     members: dict[int, list[V]] = {}

@@ -12,8 +12,8 @@ from mpcompile.passes.graph import is_cast, is_partial_view, is_tuple_view, is_v
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import PassResult
 from mpcompile.passes.scaling import insert_loss_scaling
-from mpcompile.passes.storage import store_low
 from mpcompile.passes.statistics import keep_statistics_finite
+from mpcompile.passes.storage import store_low
 from mpcompile.passes.verifier import signature, verify
 from mpcompile.passes.wide_gradients import widen_gradients
 

@@ -42,13 +42,20 @@ def low_form(node: fx.Node) -> fx.Node | None:
     return next((user for user in node.users if is_narrowing(user)), None)
 
 
+def is_computed(reader: fx.Node) -> bool:
+    """Whether a reader computes in fp32: it is no output of the graph, no cast, and no view that is either."""
+    if reader.op != "call_function" or is_cast(reader):
+        return False
+    return not is_moved(reader) or all(map(is_computed, reader.users))
+
+
 def reads_unrounded(reader: fx.Node, kept: set[fx.Node]) -> bool:
     """Whether a reader must see a value before rounding, itself or through views of it.
 
     Outputs, the user's own casts, sums and statistics, comparisons and rankings, and the operations in ``kept``: those
     that the compute plan keeps in fp32 (a router, an island).
     """
-    if reader.op != "call_function" or is_cast(reader):
+    if not is_computed(reader):
         return True
     if is_moved(reader):
         return any(reads_unrounded(user, kept) for user in reader.users)

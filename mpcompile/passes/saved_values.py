@@ -113,15 +113,16 @@ def _is_kept(node: fx.Node, stage: dict[fx.Node, int], forward: set[fx.Node]) ->
     """Whether backward never computes a value anew: it saves it, or something computed from it."""
     if node.op != "call_function":
         return True
-    if _is_free(node) or is_getitem(node) and fuses(node):
+    if _is_free(node) or (is_getitem(node) and fuses(node)):
         return False
     if node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE:
         return False
     if not fuses(node) or packet_name(node.target) in _KEPT or torch.Tag.nondeterministic_seeded in _tags(node):
         return True
     reads = sum(size(source) for source in node.all_input_nodes)
-    is_reduction = 4 * size(node) < reads
-    return is_reduction or _is_used_far_apart(node, stage) or any(not fuses(user) for user in _later_readers(node, forward))
+    if 4 * size(node) < reads or _is_used_far_apart(node, stage):  # a reduction, a stream
+        return True
+    return any(not fuses(user) for user in _later_readers(node, forward))
 
 
 def _tags(node: fx.Node) -> list[torch.Tag]:

@@ -7,19 +7,15 @@ do (``SAVED``). The bytes they save are weighed against the roundings they cost 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from mpcompile.passes.compute_plan import plan_compute
 from mpcompile.passes.cost_model import PRESETS, CostModel, Value
-from mpcompile.passes.graph import dtype_of, packet_name, source_of_widening
+from mpcompile.passes.exactness import sources
 from mpcompile.passes.minimum_cut import NEVER, minimise
 from mpcompile.passes.policy import Policy
-from mpcompile.passes.readers import origin
 
 STORED, SAVED, EXACT = "stored", "saved", "exact"
 
@@ -56,14 +52,14 @@ def storage_problem(gm: fx.GraphModule, policy: Policy) -> Problem:
     """Weigh every value of a graph."""
     kept = {node for node, decision in plan_compute(gm, policy).items() if decision.precision == "fp32"}
     weights = PRESETS[policy.preset]
-    model = CostModel(gm.graph, weights, kept)
+    model = CostModel(gm.graph, policy.dtype, weights, kept)
     found = ((node, model.value(node)) for node in gm.graph.nodes)
     values = {node: value for node, value in found if value is not None}
     problem = Problem(values, {}, [])
     for node, value in values.items():
         stored, saved, exact = (STORED, node), (SAVED, node), (EXACT, node)
-        sources = list(_sources(node, policy.dtype, values))
-        is_selection = None not in sources
+        below = sources(node, policy.dtype)
+        is_selection = below is not None and all(source in values for source in below)
         problem.cost[stored] = value.for_sooner
         problem.cost[saved] = value.for_later
         problem.cost[exact] = 0.0 if is_selection else NEVER
@@ -72,40 +68,7 @@ def storage_problem(gm: fx.GraphModule, policy: Policy) -> Problem:
                 (stored, saved, NEVER),
                 (stored, exact, value.rounding),
                 (saved, exact if is_selection else stored, weights.gradient),
-                *((exact, (STORED, source), NEVER) for source in sources if source is not None),
+                *((exact, (STORED, source), NEVER) for source in (below or ()) if is_selection),
             ]
         )
     return problem
-
-
-_SELECTIONS = frozenset(
-    """relu neg abs amax amin maximum minimum where cat stack gather index index_select constant_pad_nd flip roll repeat
-max_pool2d_with_indices _low_memory_max_pool_with_offsets""".split()
-)
-"""Operations that round nothing: every element of the result is one of the operands', or its negative."""
-
-
-def _sources(node: fx.Node, low: torch.dtype, values: dict[fx.Node, Value]) -> Iterator[fx.Node | None]:
-    """The values that have to be stored low for ``node`` to be exact in the low type; None where nothing makes it so."""
-    if packet_name(node.target) not in _SELECTIONS:
-        yield None
-        return
-    for operand in node.all_input_nodes:
-        if dtype_of(operand) is torch.float32:
-            source = origin(operand)
-            if source_of_widening(source) is not None or _is_exact_constant(source, low):
-                continue
-            yield source if source in values else None
-
-
-def _is_exact_constant(node: fx.Node, low: torch.dtype) -> bool:
-    if packet_name(node.target) not in ("full", "zeros", "ones", "scalar_tensor", "full_like"):
-        return False
-    numbers = [arg for arg in node.args if isinstance(arg, (int, float))]
-    return all(_is_exact(float(number), low) for number in numbers)
-
-
-def _is_exact(number: float, low: torch.dtype) -> bool:
-    return math.isnan(number) or torch.tensor(number, dtype=torch.float64).to(low).item() == number
-
-
