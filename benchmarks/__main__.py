@@ -1,69 +1,95 @@
-"""Measure mixprec against autocast and fp32, all through Inductor: ``python -m benchmarks [--rounds N]``."""
+"""Measure mixprec against autocast, fp32 and pure 16-bit models: ``python -m benchmarks``."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import platform
+import shlex
+import sys
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.measure import DTYPES, Measurement, measure, peers
-from benchmarks.workloads import workloads
-from mpcompile.device import has_native_bf16
+from benchmarks import hardware, table
+from benchmarks.compile_time import start_times
+from benchmarks.measure import Setting, measure
+from benchmarks.peers import DTYPES, EAGER, peers
+from benchmarks.results import Result, Run
+from benchmarks.workloads import Workload, workloads
 
 
 def main() -> None:
-    """Parse the command line, measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--rounds", type=int, default=15, help="interleaved steps per peer")
-    parser.add_argument("--only", default="", help="measure the workloads whose name contains this")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--threads", type=int, help="CPU threads; one is steadier on a shared machine")
-    arguments = parser.parse_args()
+    """Parse the command line, measure, print the tables, write JSON and plot."""
+    arguments = _parser().parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    results = {}
-    for workload in workloads("cpu"):
-        if workload.training and arguments.only.lower() in workload.name.lower():
-            results[workload.name] = measure(workload, peers(arguments.dtype), arguments.rounds)
-    console = Console(width=110)
-    console.print(_table(results, arguments.dtype))
-    console.print(_hardware())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = [w for w in workloads(device.type) if arguments.only.lower() in w.name.lower()]
+    if not chosen:
+        names = ", ".join(workload.name for workload in workloads(device.type))
+        raise SystemExit(f"No workload's name contains {arguments.only!r}; there are: {names}.")
+    console = Console(width=160)
+    seeds = list(range(arguments.seeds))
+    run = Run(
+        command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        dtype=arguments.dtype,
+        preset=arguments.preset,
+        device=device.type,
+        rounds=arguments.rounds,
+        seeds=seeds,
+        versions=hardware.versions(),
+        hardware=hardware.describe(device),
+    )
+    setting = Setting(device=device, low=DTYPES[arguments.dtype], rounds=arguments.rounds, seeds=seeds)
+    for workload in chosen:
+        console.print(f"measuring {workload.name} ...", style="dim")
+        result = measure(workload, peers(device.type, arguments.dtype, arguments.preset), setting)
+        run.results.append(_with_starts(result, workload, run) if arguments.compile_time else result)
+    _show(run, console, compile_time=arguments.compile_time)
     if arguments.json:
-        figures = {n: {p: dataclasses.asdict(m) for p, m in r.items()} for n, r in results.items()}
-        text = json.dumps(
-            {"hardware": _hardware(), "dtype": arguments.dtype, "rounds": arguments.rounds, **figures}, indent=1
-        )
-        arguments.json.write_text(text + "\n")
+        run.write(arguments.json)
+    if arguments.plot:
+        from benchmarks.plot import plot  # the only need of matplotlib
+
+        plot(run, arguments.plot)
 
 
-def _table(results: dict[str, dict[str, Measurement]], dtype: str) -> Table:
-    table = Table(title=f"One training step, {dtype}; ratios are mixprec / autocast, below 1 is better")
-    for column in ("workload", "mixprec", "autocast", "fp32", "time", "saved MB", "saved", "error"):
-        table.add_column(column, justify="left" if column == "workload" else "right")
-    for name, found in results.items():
-        ours, theirs = found["mixprec"], found["autocast"]
-        table.add_row(
-            name,
-            *(f"{found[peer].step_ms:.1f} ms" for peer in ("mixprec", "autocast", "fp32")),
-            f"{ours.step_ms / theirs.step_ms:.2f}",
-            f"{ours.saved_bytes / 1e6:.2f}",
-            f"{ours.saved_bytes / theirs.saved_bytes:.2f}",
-            f"{ours.gradient_error / theirs.gradient_error:.2f}",
-        )
-    return table
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--preset", choices=("accurate", "default", "fast"), default="default", help="mixprec's policy")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved steps per peer")
+    parser.add_argument("--seeds", type=int, default=1, help="weights and inputs the errors are measured on")
+    parser.add_argument("--only", default="", help="measure the workloads whose name contains this")
+    parser.add_argument("--threads", type=int, help="CPU threads; one is steadier on a shared machine")
+    parser.add_argument("--compile-time", action="store_true", help="also measure cold and warm starts (many minutes)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="write a picture to this PNG file")
+    return parser
 
 
-def _hardware() -> str:
-    native = "native bf16" if has_native_bf16(torch.device("cpu")) else "no native bf16"
-    threads = torch.get_num_threads()
-    return f"torch {torch.__version__}, {platform.machine()}, threads: {threads}, {native}"
+def _with_starts(result: Result, workload: Workload, run: Run) -> Result:
+    measured = {}
+    for name, figures in result.peers.items():
+        if name == EAGER:  # compiles nothing
+            measured[name] = figures
+            continue
+        cold, warm = start_times(workload.name, name, run.dtype, run.preset)
+        measured[name] = dataclasses.replace(figures, cold_start_s=cold, warm_start_s=warm)
+    return dataclasses.replace(result, peers=measured)
+
+
+def _show(run: Run, console: Console, *, compile_time: bool) -> None:
+    console.print(table.times(run))
+    console.print(table.ratios(run))
+    if run.device == "cuda":
+        console.print(table.memory(run))
+    if compile_time:
+        console.print(table.starts(run))
+    console.print(", ".join(f"{key}: {value}" for key, value in (run.versions | run.hardware).items()))
+    if caveat := hardware.caveat(run.dtype, run.hardware):
+        console.print(caveat)
 
 
 if __name__ == "__main__":

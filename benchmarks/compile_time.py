@@ -6,21 +6,21 @@ Time is from ``torch.compile`` to the end of the first forward and backward.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Peer, peers
+from benchmarks.accuracy import make
+from benchmarks.clock import seconds
+from benchmarks.peers import DTYPES, EAGER, peers
 from benchmarks.workloads import workloads
-
-_PEERS = {peer.name: peer for peer in peers("bf16")}
 
 
 def main() -> None:
@@ -29,46 +29,52 @@ def main() -> None:
     parser.add_argument("--once", nargs=2, metavar=("WORKLOAD", "PEER"), help="measure in this process")
     parser.add_argument("--rounds", type=int, default=3, help="cold and warm starts per peer")
     parser.add_argument("--workload", default="GPT")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--preset", default="default", help="mixprec's policy")
     arguments = parser.parse_args()
     if arguments.once:
-        workload, peer = arguments.once
-        sys.stdout.write(f"{_first_step(workload, _PEERS[peer]):.3f}\n")
+        sys.stdout.write(f"{_first_step(*arguments.once, arguments.dtype, arguments.preset):.3f}\n")
         return
-    Console().print(_table(arguments.workload, arguments.rounds))
+    Console().print(_table(arguments.workload, arguments.dtype, arguments.preset, arguments.rounds))
 
 
-def _first_step(name: str, peer: Peer) -> float:
-    torch.manual_seed(0)
-    (workload,) = (w for w in workloads("cpu") if w.name == name)
-    model, inputs = workload.model(), workload.inputs()
-    start = time.perf_counter()
-    compiled = peer.compile(model)
-    with peer.context():
-        loss = compiled(*inputs)
-    loss.backward()
-    return time.perf_counter() - start
+def start_times(workload: str, peer: str, dtype: str, preset: str) -> tuple[float, float]:
+    """Seconds of a cold and of a warm start, in processes of their own."""
+    with tempfile.TemporaryDirectory() as cache:
+        cold, warm = (_in_process(workload, peer, dtype, preset, cache) for _ in range(2))
+    return cold, warm
 
 
-def _table(workload: str, rounds: int) -> Table:
-    cold: dict[str, list[float]] = {name: [] for name in _PEERS}
-    warm: dict[str, list[float]] = {name: [] for name in _PEERS}
+def _first_step(workload_name: str, peer_name: str, dtype: str, preset: str) -> float:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    (workload,) = (w for w in workloads(device.type) if w.name == workload_name)
+    (peer,) = (p for p in peers(device.type, dtype, preset) if p.name == peer_name)
+    workload = dataclasses.replace(workload, micro_batches=1)
+    model, inputs = make(workload, 0, device)
+    return seconds(lambda: peer.candidate(workload, model, inputs).step(), device)
+
+
+def _table(workload: str, dtype: str, preset: str, rounds: int) -> Table:
+    names = [peer.name for peer in peers("cpu", dtype, preset) if peer.name != EAGER]
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(rounds):
-        for name in _PEERS:
-            with tempfile.TemporaryDirectory() as cache:
-                cold[name].append(_in_process(workload, name, cache))
-                warm[name].append(_in_process(workload, name, cache))
+        for name in names:
+            found[name].append(start_times(workload, name, dtype, preset))
     table = Table(title=f"Seconds to the end of the first step of {workload}, medians of {rounds}")
     for column in ("", "cold", "warm"):
         table.add_column(column, justify="right")
-    for name in _PEERS:
-        table.add_row(name, f"{statistics.median(cold[name]):.1f}", f"{statistics.median(warm[name]):.1f}")
+    for name in names:
+        table.add_row(name, *(f"{statistics.median(times):.1f}" for times in zip(*found[name], strict=True)))
     return table
 
 
-def _in_process(workload: str, peer: str, cache: str) -> float:
-    command = [sys.executable, "-m", "benchmarks.compile_time", "--once", workload, peer]
+def _in_process(workload: str, peer: str, dtype: str, preset: str, cache: str) -> float:
+    module = [sys.executable, "-m", "benchmarks.compile_time", "--once", workload, peer]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    command = [*module, "--dtype", dtype, "--preset", preset]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     return float(done.stdout.strip().splitlines()[-1])
 
 

@@ -1,117 +1,92 @@
-"""Measure one training step of a model under several ways of compiling it, interleaved in one process."""
+"""Measure one workload under all peers: errors, saved bytes, casts, then interleaved times."""
 
 from __future__ import annotations
 
-import copy
-import statistics
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.accuracy import has_dropout, make, measure_errors, without_dropout
+from benchmarks.casts import count_casts
+from benchmarks.clock import interleaved, seconds
+from benchmarks.gemm_limit import collect
+from benchmarks.memory import peak_bytes, saved_bytes
+from benchmarks.peers import Candidate, Peer
+from benchmarks.results import Measurement, Result
 from benchmarks.workloads import Workload
 
 
-@dataclass(frozen=True)
-class Peer:
-    """One way of compiling a model and running it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all workloads are measured with."""
 
-    name: str
-    compile: Callable[[nn.Module], nn.Module]
-    context: Callable[[], AbstractContextManager[object]] = nullcontext
-
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def peers(dtype: str) -> list[Peer]:
-    """mixprec, autocast and fp32, all through Inductor; ``dtype``: ``"bf16"`` or ``"fp16"``."""
-    return [
-        Peer("mixprec", lambda model: torch.compile(model, backend="mixprec", options={"dtype": dtype})),
-        Peer("autocast", torch.compile, lambda: torch.autocast("cpu", DTYPES[dtype])),
-        Peer("fp32", torch.compile),
-    ]
+    device: torch.device
+    low: torch.dtype
+    rounds: int
+    """Interleaved steps per peer."""
+    seeds: Sequence[int]
+    """Errors are of all of them, everything else of the first."""
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """What one peer needs for one step of one workload."""
-
-    step_ms: float
-    """Median wall time of forward and backward, milliseconds."""
-    saved_bytes: int
-    """Activations kept between forward and backward, parameters and inputs of the step apart."""
-    gradient_error: float
-    """Relative error of the gradient of all parameters together, against fp64."""
-    compile_s: float
-    """Wall time of the first step, seconds, caches as they were."""
-
-
-def measure(workload: Workload, peers: list[Peer], rounds: int) -> dict[str, Measurement]:
-    """Measure ``peers`` on the same weights and inputs, ``rounds`` interleaved steps each."""
-    torch.manual_seed(0)
-    model, inputs = workload.model(), workload.inputs()
-    truth = gradient(copy.deepcopy(model).double(), tuple(map(_double, inputs)))
-    models = {peer.name: copy.deepcopy(model) for peer in peers}
-    compiled: dict[str, nn.Module] = {}
-    times: dict[str, list[float]] = {peer.name: [] for peer in peers}
-    first, errors, saved = {}, {}, {}
-    for peer in peers:
-        compiled[peer.name] = peer.compile(models[peer.name])
-        first[peer.name] = _timed(compiled[peer.name], peer, inputs)
-    for peer in peers:
-        with peer.context():
-            errors[peer.name] = relative_error(gradient(compiled[peer.name], inputs), truth)
-        saved[peer.name] = saved_bytes(compiled[peer.name], peer, inputs)
-    for _ in range(rounds):
-        for peer in peers:
-            times[peer.name].append(_timed(compiled[peer.name], peer, inputs))
-    return {
-        name: Measurement(statistics.median(times[name]) * 1e3, saved[name], errors[name], first[name])
-        for name in times
+def measure(workload: Workload, peers: Sequence[Peer], setting: Setting) -> Result:
+    """Measure ``peers`` on the same weights and inputs."""
+    model, inputs = make(workload, setting.seeds[0], setting.device)
+    errors = _errors_without_dropout(workload, peers, setting) if has_dropout(model) else {}
+    candidates = _candidates(workload, peers, model, inputs)
+    first = {name: _first_step(candidate) for name, candidate in candidates.items()}
+    errors = errors or measure_errors(list(candidates.values()), setting.seeds)
+    for candidate in candidates.values():
+        candidate.load(model, inputs)
+    saved = {name: saved_bytes(candidate) if workload.training else None for name, candidate in candidates.items()}
+    peak = {name: peak_bytes(candidate) for name, candidate in candidates.items()}
+    gemms = {str(dtype): _gemms(workload, model, inputs, dtype) for dtype in (torch.float32, setting.low)}
+    times = interleaved(
+        {**{name: candidate.step for name, candidate in candidates.items()}, **gemms},
+        setting.rounds,
+        setting.device,
+        {name: candidate.prepare for name, candidate in candidates.items()},
+    )
+    torch._dynamo.reset()  # counting casts compiles the same code again, and Dynamo limits how often
+    casts = {name: count_casts(candidate) for name, candidate in candidates.items()}
+    figures = {
+        name: Measurement(
+            step_ms=times[name] * 1e3,
+            first_step_s=first[name],
+            saved_bytes=saved[name],
+            peak_bytes=peak[name],
+            errors=errors[name],
+            casts=casts[name][0],
+            cast_bytes=casts[name][1],
+        )
+        for name in candidates
     }
+    fp32, low = (times[name] * workload.micro_batches * 1e3 for name in gemms)  # one replay is one micro-batch
+    return Result(workload=workload.name, training=workload.training, peers=figures, gemm_fp32_ms=fp32, gemm_low_ms=low)
 
 
-def gradient(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-    """The gradient of the model's scalar output, all parameters in one fp64 vector."""
-    model.zero_grad()
-    model(*inputs).backward()
-    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+def _candidates(
+    workload: Workload, peers: Sequence[Peer], model: nn.Module, inputs: tuple[Tensor, ...]
+) -> dict[str, Candidate]:
+    torch._dynamo.reset()  # else they might run what was compiled for others
+    return {peer.name: peer.candidate(workload, model, inputs) for peer in peers}
 
 
-def relative_error(found: Tensor, truth: Tensor) -> float:
-    """Norm of the difference over the norm of the truth."""
-    return ((found - truth).norm() / truth.norm()).item()
+def _errors_without_dropout(
+    workload: Workload, peers: Sequence[Peer], setting: Setting
+) -> dict[str, tuple[float, ...]]:
+    model, inputs = make(workload, setting.seeds[0], setting.device)
+    candidates = _candidates(workload, peers, without_dropout(model), inputs)
+    return measure_errors(list(candidates.values()), setting.seeds)
 
 
-def saved_bytes(model: nn.Module, peer: Peer, inputs: tuple[Tensor, ...]) -> int:
-    """Bytes of the distinct tensors kept for backward that are neither parameters nor inputs."""
-    known = {t.data_ptr() for t in (*model.parameters(), *model.buffers(), *inputs)}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in known:
-            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), peer.context():
-        loss = model(*inputs)
-    total = sum(kept.values())
-    loss.backward()
-    return total
+def _first_step(candidate: Candidate) -> float:
+    return seconds(candidate.step, candidate.device)
 
 
-def _timed(model: nn.Module, peer: Peer, inputs: tuple[Tensor, ...]) -> float:
-    model.zero_grad()
-    start = time.perf_counter()
-    with peer.context():
-        loss = model(*inputs)
-    loss.backward()
-    return time.perf_counter() - start
-
-
-def _double(value: Tensor) -> Tensor:
-    return value.double() if value.is_floating_point() else value
+def _gemms(workload: Workload, model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Callable[[], None]:
+    peer = Peer(name=f"eager {dtype}", compile=lambda model, _: model, dtype=dtype)
+    single = dataclasses.replace(workload, micro_batches=1)
+    return collect(peer.candidate(single, model, inputs).step).replay

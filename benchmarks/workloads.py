@@ -157,9 +157,6 @@ def _images(s: Sizes) -> list[Workload]:
 
 
 def _wide(s: Sizes) -> list[Workload]:
-    def rows(count: int) -> Tensor:
-        return torch.randn(count, s.mlp_width)
-
     return [
         Workload(
             name="DLRM",
@@ -173,21 +170,22 @@ def _wide(s: Sizes) -> list[Workload]:
         Workload(
             name="MLP, 8 micro-batches",
             model=lambda: TrainedMLP(s.mlp_width, s.mlp_layers, s.mlp_out),
-            inputs=lambda: (rows(32), torch.randn(32, s.mlp_out)),
+            inputs=lambda: (torch.randn(32, s.mlp_width), torch.randn(32, s.mlp_out)),
             micro_batches=8,
             weight_cache=True,
         ),
-        *(
-            Workload(
-                name=f"MLP inference, batch {batch}",
-                model=lambda: MLP(s.mlp_width, s.mlp_layers, s.mlp_out),
-                inputs=lambda batch=batch: (rows(batch),),
-                training=False,
-                weight_cache=True,
-            )
-            for batch in (1, 64)
-        ),
+        *(_inference(s, batch) for batch in (1, 64)),
     ]
+
+
+def _inference(s: Sizes, batch: int) -> Workload:
+    return Workload(
+        name=f"MLP inference, batch {batch}",
+        model=lambda: MLP(s.mlp_width, s.mlp_layers, s.mlp_out),
+        inputs=lambda: (torch.randn(batch, s.mlp_width),),
+        training=False,
+        weight_cache=True,
+    )
 
 
 def _labelled(s: Sizes) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,47 @@
+"""Bytes that a training step keeps between forward and backward, and the most that it needs at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import Candidate
+
+
+def saved_bytes(candidate: Candidate) -> int:
+    """Bytes of the storages kept for backward of one forward, apart from parameters, buffers and inputs.
+
+    A storage counts once, however many views of it are kept; low copies of weights count.
+    """
+    model = candidate.model
+    known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *candidate.inputs)}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in known:
+            kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = candidate.run_forward()
+    total = sum(kept.values())  # while ``loss`` holds the tensors: a freed one's address may be another's
+    loss.backward()
+    model.zero_grad()
+    return total
+
+
+def peak_bytes(candidate: Candidate) -> int | None:
+    """The most bytes one step needs at once on a GPU, above what was there before it; None on a CPU."""
+    if candidate.device.type != "cuda":
+        return None
+    candidate.prepare()
+    torch.cuda.synchronize(candidate.device)
+    torch.cuda.reset_peak_memory_stats(candidate.device)
+    before = torch.cuda.memory_allocated(candidate.device)
+    candidate.step()
+    torch.cuda.synchronize(candidate.device)
+    return torch.cuda.max_memory_allocated(candidate.device) - before
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
