@@ -21,7 +21,7 @@ from benchmarks.workloads import Workload, workloads
 
 def main() -> None:
     """Parse the command line, measure, print the tables, write JSON and plot."""
-    arguments = _parser().parse_args()
+    arguments = _parse()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,27 +46,37 @@ def main() -> None:
         console.print(f"measuring {workload.name} ...", style="dim")
         result = measure(workload, peers(device.type, arguments.dtype, arguments.preset), setting)
         run.results.append(_with_starts(result, workload, run) if arguments.compile_time else result)
+        if arguments.json:
+            run.write(arguments.json)  # after each, so that a run that is cut short leaves what it found
     _show(run, console, compile_time=arguments.compile_time)
-    if arguments.json:
-        run.write(arguments.json)
     if arguments.plot:
         from benchmarks.plot import plot  # the only need of matplotlib
 
         plot(run, arguments.plot)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--preset", choices=("accurate", "default", "fast"), default="default", help="mixprec's policy")
-    parser.add_argument("--rounds", type=int, default=15, help="interleaved steps per peer")
-    parser.add_argument("--seeds", type=int, default=1, help="weights and inputs the errors are measured on")
+    parser.add_argument("--rounds", type=_positive, default=15, help="interleaved steps per peer")
+    parser.add_argument("--seeds", type=_positive, default=1, help="weights and inputs the errors are measured on")
     parser.add_argument("--only", default="", help="measure the workloads whose name contains this")
-    parser.add_argument("--threads", type=int, help="CPU threads; one is steadier on a shared machine")
+    parser.add_argument("--threads", type=_positive, help="CPU threads; one is steadier on a shared machine")
     parser.add_argument("--compile-time", action="store_true", help="also measure cold and warm starts (many minutes)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="write a picture to this PNG file")
-    return parser
+    arguments = parser.parse_args()
+    for path in (arguments.json, arguments.plot):
+        if path and not path.parent.is_dir():
+            parser.error(f"{path} cannot be written: there is no folder {path.parent}")
+    return arguments
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
 
 
 def _with_starts(result: Result, workload: Workload, run: Run) -> Result:

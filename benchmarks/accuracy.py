@@ -37,7 +37,12 @@ def make(workload: Workload, seed: int, device: torch.device) -> tuple[nn.Module
 
 
 def measure_errors(candidates: Sequence[Candidate], seeds: Sequence[int]) -> dict[str, tuple[float, ...]]:
-    """Per peer one relative error for each seed (weights and inputs); the candidates keep the last one's."""
+    """Per peer one relative error for each seed (weights and inputs); the candidates keep the last one's.
+
+    Raises ``ValueError`` for a candidate whose model has dropout.
+    """
+    if noisy := [candidate.peer.name for candidate in candidates if has_dropout(candidate.model)]:
+        raise ValueError(f"Errors need the same step again, and {noisy} draw dropout; see without_dropout.")
     errors: dict[str, list[float]] = {candidate.peer.name: [] for candidate in candidates}
     for seed in seeds:
         model, inputs = make(candidates[0].workload, seed, candidates[0].device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -16,15 +17,19 @@ COLORS = ("#4477aa", "#ccbb44", "#aa3377")
 
 
 def plot(run: Run, path: Path) -> None:
-    """Write a PNG: a group of bars for every workload, time, saved bytes and error."""
+    """Write a PNG: a group of bars for every workload, time, saved bytes and error.
+
+    A ratio that is zero, infinite or unknown has no place on the axis; the tables show it.
+    """
     figure = Figure(figsize=(max(7.0, 1.3 * len(run.results) + 2), 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     width = 0.8 / len(RATIOS)
     for index, (quantity, label) in enumerate(RATIOS.items()):
         ratios = [result.ratio(quantity, MIXPREC) for result in run.results]
-        places = [number + (index - 1) * width for number, ratio in enumerate(ratios) if ratio is not None]
-        heights = [ratio for ratio in ratios if ratio is not None]
+        drawn = [(number, ratio) for number, ratio in enumerate(ratios) if ratio and math.isfinite(ratio)]
+        places = [number + (index - 1) * width for number, _ in drawn]
+        heights = [ratio for _, ratio in drawn]
         # Bars grow from 1, the baseline: what reaches below it is better.
         bars = axes.bar(places, [h - 1 for h in heights], width, bottom=1, color=COLORS[index], label=label)
         axes.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7, padding=2)
