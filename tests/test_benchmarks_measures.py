@@ -73,7 +73,10 @@ def autocast() -> AbstractContextManager[Any]:
 
 def test_saved_bytes_of_a_sine() -> None:
     # Its argument, [2, 6] in fp32; the linear layer keeps its input and its weight, which do not count.
-    assert saved_bytes(candidate()) == 2 * 6 * 4
+    ours = candidate()
+    assert saved_bytes(ours) == 2 * 6 * 4
+    ours.inputs[0].requires_grad_()
+    assert saved_bytes(ours) == 2 * 6 * 4
 
 
 def test_saved_views_of_one_storage_count_once() -> None:
@@ -94,6 +97,11 @@ def test_matmuls_of_a_step_are_collected_and_run_again() -> None:
     assert len(collector.counts) == 2
     again = collect(collector.replay)
     assert again.counts == collector.counts  # shapes, strides and dtypes too
+
+
+def test_matmuls_of_other_strides_are_other_calls() -> None:
+    x, w = torch.randn(2, 4), torch.randn(4, 4)
+    assert sorted(collect(lambda: (x @ w, x @ w.t(), x @ w)).counts.values()) == [1, 2]
 
 
 def test_convolutions_and_attention_are_collected_with_their_backward() -> None:
