@@ -223,6 +223,28 @@ def test_tied_weights_have_a_weight_gradient() -> None:
     assert count(joint(Model(), torch.arange(5))) == {"forward": 1, "dgrad": 1, "wgrad": 1}
 
 
+def test_roles_are_the_same_with_dynamic_sizes() -> None:
+    class Sliced(Uses):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * x.shape[0]
+
+    gm = joint(Sliced(lambda x, w: (x @ w[: x.shape[1]]).relu() @ w, 8, 8), X, dynamic=True)
+    assert count(gm) == {"forward": 2, "dgrad": 1, "wgrad": 2}
+
+
+def test_a_size_read_off_a_weight_gradient_is_nothing_it_becomes() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    gradient = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    size = graph.call_function(torch.ops.aten.sym_size.int, (gradient, 0))
+    other = graph.call_function(torch.ops.aten.mul.Tensor, (x, size))
+    gradient.meta["val"], size.meta["val"], other.meta["val"] = torch.ones(2, 2), 2, torch.ones(2, 2)
+    for node in (gradient, size, other):
+        node.meta["partitioner_tag"] = "is_backward"
+    graph.output((gradient, other)).meta[WEIGHT_GRADIENTS] = (0,)
+    assert gradient_roles(graph)[gradient] == "wgrad"
+
+
 def test_one_walk_is_enough_for_a_long_graph() -> None:
     """Thousands of additions in a row: neither recursion nor a search from every node."""
     graph = fx.Graph()

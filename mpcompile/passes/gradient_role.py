@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from mpcompile.passes.graph import (
@@ -48,7 +49,7 @@ def phases(node: fx.Node, roles: Mapping[fx.Node, str]) -> set[str]:
     return {roles[node]} | {roles[user] for user in node.users if is_getitem(user)}
 
 
-def _role(node: fx.Node, leading: set[fx.Node]) -> str:
+def _role(node: fx.Node, leading: Collection[fx.Node]) -> str:
     if not is_backward(node):
         return FORWARD
     made_by = node.args[0] if is_getitem(node) else node
@@ -56,7 +57,7 @@ def _role(node: fx.Node, leading: set[fx.Node]) -> str:
     return WGRAD if node in leading and classify(made_by.target) is OpClass.LOW else DGRAD
 
 
-def _leading_to_weight_gradients(graph: fx.Graph) -> set[fx.Node]:
+def _leading_to_weight_gradients(graph: fx.Graph) -> Collection[fx.Node]:
     """Every node that becomes a weight's gradient by moving, adding and scaling alone, and becomes nothing else.
 
     Nothing else: what flows on through backward may well be summed into the gradient of a bias on its way.
@@ -64,7 +65,7 @@ def _leading_to_weight_gradients(graph: fx.Graph) -> set[fx.Node]:
     counted: set[fx.Node] = set()
     others: set[fx.Node] = set()  # leave the graph as something else
     carrying: set[fx.Node] = set()  # make up something that leaves; a comparison of them (an overflow flag) does not
-    leading: set[fx.Node] = set()
+    leading: dict[fx.Node, set[fx.Node]] = {}  # with the operands that it passes on
     for node in reversed(graph.nodes):
         if node.op == "output":
             counted, others = _leaving(node)
@@ -74,9 +75,9 @@ def _leading_to_weight_gradients(graph: fx.Graph) -> set[fx.Node]:
         readers = [user for user in node.users if user in carrying]
         if readers or node in counted or node in others:
             carrying.add(node)
-            passed_on = all(user in leading and node in _passed_on(user) for user in readers)
+            passed_on = all(node in leading.get(user, ()) for user in readers)
             if passed_on and node not in others and is_backward(node):
-                leading.add(node)
+                leading[node] = _passed_on(node)
     return leading
 
 
@@ -89,20 +90,22 @@ def _leaving(output: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def _is_floating(node: fx.Node) -> bool:
-    """Whether a node is a floating-point tensor, several results, or unknown."""
-    value = tensor(node)
-    return value is None or value.is_floating_point() or value.is_complex()
+    """Whether a node is a floating-point tensor, several results, or unknown; not where it is a size."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return value is None or isinstance(value, (tuple, list))
 
 
-def _passed_on(node: fx.Node) -> list[fx.Node]:
+def _passed_on(node: fx.Node) -> set[fx.Node]:
     """The operands whose values a node only moves, adds or scales."""
     name = packet_name(node.target)
     moves = is_view(node) or is_cast(node) or is_partial_view(node) or is_tuple_view(node) or is_getitem(node)
     if moves or name in _PASSES_ON:
-        return node.all_input_nodes
+        return set(node.all_input_nodes)
     if name in _ADDS_A_PRODUCT or (name in _SCALES and _is_factor(node.args[1])):
-        return [arg for arg in node.args[:1] if isinstance(arg, fx.Node)]
-    return []
+        return {arg for arg in node.args[:1] if isinstance(arg, fx.Node)}
+    return set()
 
 
 def _is_factor(value: Any) -> bool:
