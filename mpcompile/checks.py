@@ -10,12 +10,12 @@ from torch import fx, nn
 
 from mpcompile.notices import MixprecError, notify
 from mpcompile.passes.graph import LOW_DTYPES
+from mpcompile.passes.policy import Policy
 from mpcompile.torch_compat import captures_recurrent_modules, enabled_autocasts, exceptions_that_fall_back
 
 if TYPE_CHECKING:
     from mpcompile.inspection.recorder import Recorder
     from mpcompile.options import Options
-    from mpcompile.passes.policy import Policy
     from mpcompile.torch_compat import Site
 
 FALLS_BACK_TO_EAGER = exceptions_that_fall_back()
@@ -24,7 +24,7 @@ FALLS_BACK_TO_EAGER = exceptions_that_fall_back()
 
 def before_compiling(inputs: Sequence[Any], options: Options, policy: Policy, site: Site) -> None:
     """Warn of what the graph and the model show by themselves."""
-    if policy.is_fp32 and options.policy != "default":
+    if policy.is_fp32 and (options.policy == "fp32" or isinstance(options.policy, Policy)):
         return
     _check_auto(options, policy)
     _check_autocast(options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,15 +40,10 @@ def _runtime_of(call: Any, subject: Any) -> Runtime:
     if _ATTRIBUTE not in call.__dict__:
         options = Options.parse(call.kwargs.get("options"))
         tensors = subject.parameters() if isinstance(subject, nn.Module) else ()
-        low = options.resolve_policy(automatic_dtype(main_device(tensors))).dtype
-        call.__dict__[_ATTRIBUTE] = Runtime(options.scaling(low), _digest(options), strict=options.strict)
+        policy = options.resolve_policy(automatic_dtype(main_device(tensors)))
+        call.__dict__[_ATTRIBUTE] = Runtime(options.scaling(policy.dtype), policy.digest, strict=options.strict)
     found: Runtime = call.__dict__[_ATTRIBUTE]
     return found
-
-
-def _digest(options: Options) -> str:
-    decisive = (options.dtype, options.policy, options.fp32, options.low)
-    return hashlib.sha256(repr(decisive).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,15 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from mpcompile.execution.loss_scale import LossScale, parse_loss_scale
-from mpcompile.passes.policy import Policy
+from mpcompile.passes.policy import PRESETS, Policy, require_preset
+from mpcompile.passes.policy_text import path_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
@@ -31,7 +33,8 @@ class Options:
     dtype: str = "auto"
     """``"bf16"``, ``"fp16"`` or ``"auto"``: bf16 where the device has it natively, else fp16 on CUDA, else fp32."""
     policy: str | Policy = "default"
-    """``"default"``, ``"fp32"`` (change nothing), or a ``mpcompile.passes.Policy``."""
+    """``"default"``, ``"accurate"``, ``"fast"``, ``"torch"`` (autocast's dtypes), ``"fp32"`` (change nothing), or a
+    ``mpcompile.Policy``; ``Options.parse`` reads the path of a TOML file as well."""
     fp32: tuple[str, ...] = ()
     """Rules for what stays in fp32: ``"layers.*.norm"``, ``"op:softmax"``, ``"param:*.bias"``."""
     low: tuple[str, ...] = ()
@@ -54,13 +57,11 @@ class Options:
     def __post_init__(self) -> None:
         for name, accepted in _ACCEPTED.items():
             _require_accepted(name, getattr(self, name), accepted)
-        if not isinstance(self.policy, Policy) and self.policy not in ("default", "fp32"):
-            raise ValueError(
-                f"Option `policy` must be one of 'default', 'fp32', a mpcompile.passes.Policy; got {self.policy!r}."
-            )
+        if not isinstance(self.policy, Policy):
+            require_preset("Option `policy`", self.policy, (*PRESETS, "fp32"), "a mpcompile.Policy, a .toml file")
         parse_loss_scale(self.loss_scale)  # raises for what is none
         self._refuse_contradictions()
-        Policy(fp32=self.fp32, low=self.low)  # raises for a rule that is no rule
+        self.resolve_policy(torch.bfloat16)  # raises for a rule that is no rule, or does not go with the preset
 
     def _refuse_contradictions(self) -> None:
         if isinstance(self.policy, Policy) and (self.dtype != "auto" or self.fp32 or self.low):
@@ -92,6 +93,8 @@ class Options:
         given["inductor"] = MappingProxyType(dict(given.get("inductor", {})))
         if isinstance(given.get("loss_scale"), Mapping):
             given["loss_scale"] = dict(given["loss_scale"])
+        if isinstance(given.get("policy"), (str, Path)) and (path := path_of(given["policy"])):
+            given["policy"] = Policy.from_toml(path)
         return cls(**given)
 
     def resolve_policy(self, automatic: torch.dtype) -> Policy:
@@ -99,8 +102,9 @@ class Options:
         if isinstance(self.policy, Policy):
             return self.policy
         if self.policy == "fp32":
-            return Policy(dtype=torch.float32)
-        return Policy(dtype=_DTYPES.get(self.dtype, automatic), fp32=self.fp32, low=self.low)
+            return Policy(dtype=torch.float32, fp32=self.fp32)
+        dtype = _DTYPES.get(self.dtype, automatic)
+        return Policy(dtype=dtype, preset=self.policy, fp32=self.fp32, low=self.low)
 
     def scaling(self, low: torch.dtype) -> LossScale | None:
         """The loss scale to put into graphs whose low type is ``low``; None where nothing is to be scaled."""

@@ -1,6 +1,7 @@
 """The options a user gives: what is accepted, what is refused and in which words, what they decide."""
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,15 +9,19 @@ import torch
 from torch import nn
 
 from mpcompile.execution.loss_scale import DynamicLossScale, LossScale, StaticLossScale
+from mpcompile.notices import MixprecWarning
 from mpcompile.options import Options
 from mpcompile.passes import Policy
 from tests.test_programs import mixprec
 
+POLICIES = "'default', 'accurate', 'fast', 'torch', 'fp32', a mpcompile.Policy, a .toml file"
 VALUES = [
     ("dtype", "float16", "'auto', 'bf16', 'fp16'"),
     ("dtype", torch.bfloat16, "'auto', 'bf16', 'fp16'"),
-    ("policy", "torch", "'default', 'fp32', a mpcompile.passes.Policy"),
-    ("policy", "a mpcompile.passes.Policy", "'default', 'fp32', a mpcompile.passes.Policy"),
+    ("policy", "fats", POLICIES),
+    ("policy", "", POLICIES),
+    ("policy", ["default"], POLICIES),
+    ("policy", None, POLICIES),
     ("loss_scale", "sometimes", "'auto', 'dynamic', None, 'external'"),
     ("loss_scale", True, "'auto', 'dynamic', None, 'external', a power of two, or a dict of DynamicLossScale's fields"),
     (
@@ -190,6 +195,47 @@ def test_the_given_dict_is_not_kept() -> None:
     assert options.inductor["max_autotune"] is True
     with pytest.raises(TypeError, match="does not support item assignment"):
         options.inductor["max_autotune"] = False  # type: ignore[index]
+
+
+@pytest.mark.parametrize("preset", ["default", "accurate", "fast"])
+def test_rules_and_a_dtype_combine_with_a_preset(preset: str) -> None:
+    options = Options.parse({"policy": preset, "dtype": "fp16", "fp32": ["a@wgrad"], "low": ["op:add"]})
+    policy = Policy(dtype=torch.float16, preset=preset, fp32=("a@wgrad",), low=("op:add",))
+    assert options.resolve_policy(torch.bfloat16) == policy
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_torch_preset_takes_a_dtype_and_no_rules(dtype: str) -> None:
+    policy = Options.parse({"policy": "torch", "dtype": dtype}).resolve_policy(torch.float32)
+    assert (policy.preset, str(policy.dtype)) == ("torch", {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[dtype])
+    with pytest.raises(ValueError, match="Rule 'a' contradicts preset 'torch'"):
+        Options.parse({"policy": "torch", "dtype": dtype, "low": ["a"]})
+
+
+def test_a_policy_that_is_almost_a_name_raises_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"got 'acurate'\. Did you mean 'accurate'\?"):
+        Options.parse({"policy": "acurate"})
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_policy_may_be_a_file(kind: Any, tmp_path: Path) -> None:
+    policy = Policy(dtype=torch.float16, preset="fast", fp32=("a",))
+    path = tmp_path / "policy.toml"
+    path.write_text(policy.to_toml())
+    assert Options.parse({"policy": kind(path)}).resolve_policy(torch.float32) == policy
+    with pytest.raises(ValueError, match="either options `dtype`, `fp32` and `low` or a Policy"):
+        Options.parse({"policy": kind(path), "dtype": "fp16"})
+    with pytest.raises(FileNotFoundError, match=r"missing\.toml"):
+        Options.parse({"policy": kind(tmp_path / "missing.toml")})
+
+
+def test_a_preset_on_a_device_without_a_low_type_stays_in_fp32_and_says_so() -> None:
+    resolved = Options.parse({"policy": "accurate"}).resolve_policy(torch.float32)
+    assert resolved == Policy(dtype=torch.float32, preset="accurate")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpcompile.backend.automatic_dtype", lambda _: torch.float32)
+        with pytest.warns(MixprecWarning, match="leaves this model in float32"):
+            mixprec(nn.Linear(8, 4), dtype="auto", policy="accurate")(torch.randn(3, 8))
 
 
 RESOLVED = [

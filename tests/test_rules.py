@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpcompile.passes.rules import Rule, op_names, parse_rule, require_known_op, require_match
+from mpcompile.passes.rules import Rule, op_names, parse_rule, require_consistent, require_known_op, require_match
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,59 @@ def test_rules_print_as_they_are_written(text: str) -> None:
     assert str(parse_rule(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "  ", "op:", "param:  ", "layer:norm", ":norm"])
+@pytest.mark.parametrize(
+    ("text", "rule", "roles"),
+    [
+        ("layers.0", Rule("module", "layers.0"), {"forward", "dgrad", "wgrad"}),
+        ("layers.0@forward", Rule("module", "layers.0", "forward"), {"forward"}),
+        ("op:mm@wgrad", Rule("op", "mm", "wgrad"), {"wgrad"}),
+        ("param:head.weight@dgrad", Rule("param", "head.weight", "dgrad"), {"dgrad"}),
+        ("layers.*@backward", Rule("module", "layers.*", "backward"), {"dgrad", "wgrad"}),
+        ("a @ dgrad ", Rule("module", "a", "dgrad"), {"dgrad"}),
+        ("a@b@dgrad", Rule("module", "a@b", "dgrad"), {"dgrad"}),
+    ],
+)
+def test_a_phase_says_what_a_rule_covers(text: str, rule: Rule, roles: set[str]) -> None:
+    assert parse_rule(text) == parse_rule(str(rule)) == rule
+    assert {role for role in ("forward", "dgrad", "wgrad") if rule.covers({role})} == roles
+    assert rule.covers({"forward", "dgrad", "wgrad"})
+
+
+@pytest.mark.parametrize(
+    ("phase", "hint"), [("dgrd", "did you mean 'dgrad'"), ("backwards", "did you mean 'backward'"), ("", "After '@'")]
+)
+def test_a_phase_that_is_none_raises_with_those_there_are(phase: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=hint) as caught:
+        parse_rule(f"layers.0@{phase}")
+    assert f"Rule 'layers.0@{phase}' ends with no phase" in str(caught.value)
+    assert "forward, dgrad, wgrad, backward" in str(caught.value)
+
+
+CONTRADICTIONS = [
+    ("a", "a", "is in both `fp32` and `low`; keep one"),
+    ("a@dgrad", "a@dgrad", "is in both `fp32` and `low`; keep one"),
+    ("a", "a@dgrad", "'a' in `fp32` and 'a@dgrad' in `low` are both for dgrad"),
+    ("a@wgrad", "a", "'a@wgrad' in `fp32` and 'a' in `low` are both for wgrad"),
+    ("op:mm@backward", "op:mm@wgrad", "'op:mm@backward' in `fp32` and 'op:mm@wgrad' in `low` are both for wgrad"),
+    ("a@backward", "a", "are both for dgrad and wgrad"),
+]
+
+
+@pytest.mark.parametrize(("fp32", "low", "message"), CONTRADICTIONS)
+def test_rules_for_the_same_in_the_same_phase_contradict(fp32: str, low: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        require_consistent([parse_rule("b"), parse_rule(fp32)], [parse_rule(low)])
+
+
+@pytest.mark.parametrize(
+    ("fp32", "low"),
+    [("a@dgrad", "a@wgrad"), ("a@forward", "a@backward"), ("a", "param:a"), ("a.*", "a.b"), ("op:mm", "op:bmm")],
+)
+def test_rules_for_different_phases_or_names_do_not_contradict(fp32: str, low: str) -> None:
+    assert require_consistent([parse_rule(fp32)], [parse_rule(low)]) is None
+
+
+@pytest.mark.parametrize("text", ["", "  ", "op:", "param:  ", "layer:norm", ":norm", "@dgrad", "op:@dgrad", "a\nb"])
 def test_rules_that_are_none_raise_with_the_accepted_forms(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not understood; write a module path such as 'layers"):
         parse_rule(text)

@@ -1,6 +1,7 @@
 """The state of a runtime is saved and loaded, and that of a GradScaler is continued."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from mpcompile import MixprecError, MixprecWarning, Runtime
 from mpcompile.execution.loss_scale import DynamicLossScale
+from mpcompile.passes import Policy
 from tests.runtime_tools import CLEAN, OVERFLOW, Training, judged
 
 GRAD_SCALER_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -125,7 +127,7 @@ def test_a_static_scale_loads_the_counters_and_keeps_its_scale() -> None:
     assert (resumed.runtime.scale, resumed.runtime.skipped_steps) == (512.0, 1)
 
 
-@pytest.mark.parametrize("changed", [{"fp32": ["layer"]}, {"low": ["op:tanh"]}])
+@pytest.mark.parametrize("changed", [{"fp32": ["layer"]}, {"low": ["op:tanh"]}, {"policy": "accurate"}])
 def test_the_state_of_another_policy_is_loaded_with_a_warning(changed: dict[str, Any]) -> None:
     state = {**Training().runtime.state_dict(), "scale": 32.0}
     runtime = Training(**changed).runtime
@@ -150,6 +152,15 @@ def test_options_that_are_no_part_of_the_policy_may_differ(changed: dict[str, An
     runtime = Training(**changed).runtime
     runtime.load_state_dict(state)  # a warning would be an error here
     assert runtime.state_dict()["policy"] == state["policy"]
+
+
+def test_the_same_policy_said_in_another_way_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text('dtype = "fp16"\nfp32 = ["layer"]\n')
+    state = Training(fp32=["layer"]).runtime.state_dict()
+    assert state["policy"] == Policy(dtype=torch.float16, fp32=("layer",)).digest
+    for policy in (str(path), Policy.from_toml(path)):
+        Training(policy=policy, dtype="auto").runtime.load_state_dict(state)  # a warning would be an error here
 
 
 def test_a_state_that_is_none_is_refused_and_changes_nothing() -> None:

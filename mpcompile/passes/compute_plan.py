@@ -15,10 +15,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from mpcompile.passes.gradient_role import gradient_roles, phases
 from mpcompile.passes.graph import (
     KEPT,
     LOW_DTYPES,
-    MARK,
     arguments,
     dtype_of,
     is_backward,
@@ -31,6 +31,7 @@ from mpcompile.passes.graph import (
     tensor,
     user_op_name,
 )
+from mpcompile.passes.marks import read_marks
 from mpcompile.passes.op_classes import (
     CHOSEN_FOR_FP32,
     RANKING_OPS,
@@ -41,7 +42,7 @@ from mpcompile.passes.op_classes import (
 )
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.range_guard import guard_range
-from mpcompile.passes.rules import Rule, op_names, require_match
+from mpcompile.passes.rules import PHASES, Rule, op_names, require_match
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +61,17 @@ def plan_compute(gm: fx.GraphModule, policy: Policy) -> dict[fx.Node, Decision]:
     """Decide every operation of ``gm`` (its subgraphs are planned on their own)."""
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     varying = _depends_on_input(gm.graph)
-    return {node: _decide(node, policy, varying) for node in calls}
+    roles = gradient_roles(gm.graph)
+    return {node: _decide(node, policy, varying, phases(node, roles)) for node in calls}
 
 
-def _decide(node: fx.Node, policy: Policy, varying: set[fx.Node]) -> Decision:
+def _decide(node: fx.Node, policy: Policy, varying: set[fx.Node], roles: set[str]) -> Decision:
     op_class = classify(node.target)
     if policy.is_fp32:
         return Decision("as traced", "policy", "the policy leaves everything in fp32")
-    asked = _asked_for(node, policy)
+    if policy.preset == "torch":
+        return Decision("as traced", "policy", "torch.autocast decided when the graph was traced")
+    asked = _asked_for(node, policy, roles)
     if asked is not None:
         if asked.precision == "low":
             return _low_on_request(node, op_class, asked)
@@ -85,19 +89,24 @@ _CLASS_REASONS = {
 }
 
 
-def _asked_for(node: fx.Node, policy: Policy) -> Decision | None:
-    mark = (node.meta.get("custom") or {}).get(MARK)
-    if mark is not None:
-        return Decision(*str(mark).split("|", 2))
+def _asked_for(node: fx.Node, policy: Policy, roles: set[str]) -> Decision | None:
+    for mark in read_marks(node):
+        if PHASES[mark.phase] & roles:
+            return Decision(mark.precision, mark.rule, mark.reason + _where(mark.phase, roles))
     for precision in ("fp32", "low"):
         for rule in policy.rules(precision):
-            if _applies(rule, node):
-                return Decision(precision, f"{precision} rule", f"rule {str(rule)!r}")
+            if rule.covers(roles) and _applies(rule, node):
+                return Decision(precision, f"{precision} rule", f"rule {str(rule)!r}" + _where(rule.phase, roles))
     return None
 
 
 def _applies(rule: Rule, node: fx.Node) -> bool:
     return any(rule.matches(name) for name in _names(rule.kind, node))
+
+
+def _where(phase: str, roles: set[str]) -> str:
+    """The role for which a rule with a phase decided."""
+    return f", here {' and '.join(sorted(PHASES[phase] & roles))}" if phase else ""
 
 
 def _names(kind: str, node: fx.Node) -> Iterable[str]:

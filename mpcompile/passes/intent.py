@@ -15,7 +15,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from mpcompile.passes.graph import MARK, module_path, subgraphs
+from mpcompile.passes.graph import module_path, subgraphs
+from mpcompile.passes.marks import Mark, mark_text, read_marks, write_marks
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.range_guard import beyond_range
 from mpcompile.passes.result import Change, PassResult
@@ -57,8 +58,11 @@ def read_intent(gm: fx.GraphModule, policy: Policy, scope: Scope, parameters: di
     rule; a matmul with no operand that depends on a parameter or needs a gradient; a matmul with a constant (a scale,
     an alpha) that fp16 cannot hold.
 
-    Raises ``ValueError`` for a rule that matches nothing, naming the nearest names.
+    Nothing under the preset ``"torch"``, where autocast decides. Raises ``ValueError`` for a rule that matches nothing,
+    naming the nearest names.
     """
+    if policy.preset == "torch":
+        return PassResult("read_intent", ())
     _require_matches(gm, policy, scope, parameters)
     return PassResult("read_intent", tuple(_mark(gm, policy, parameters)))
 
@@ -71,12 +75,21 @@ def _mark(gm: fx.GraphModule, policy: Policy, parameters: dict[str, str]) -> Ite
     for node in gm.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        mark = _requested(node, islands) or _ruled(node, policy, parameters)
-        mark = mark or _fixed(node, learned) or _beyond_range(node, policy)
+        marks = list(_marks(node, policy, parameters, islands, learned))
+        write_marks(node, marks)
+        for mark in marks:
+            yield Change(node.name, call_name(node), "", mark.precision, mark.reason)
+
+
+def _marks(
+    node: fx.Node, policy: Policy, parameters: dict[str, str], islands: set[fx.Node], learned: set[fx.Node]
+) -> Iterator[Mark]:
+    """What is asked for of a node, up to the first mark that is for every phase."""
+    for mark in (_requested(node, islands), *_ruled(node, policy, parameters), _fixed(node, learned, policy)):
         if mark is not None:
-            node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: mark}
-            precision, _, reason = mark.split("|", 2)
-            yield Change(node.name, call_name(node), "", precision, reason)
+            yield mark
+            if not mark.phase:
+                return
 
 
 def call_name(node: fx.Node) -> str:
@@ -87,26 +100,25 @@ def call_name(node: fx.Node) -> str:
 
 
 def is_marked_fp32(node: fx.Node) -> bool:
-    """Whether a node must compute in fp32, by a mark this pass wrote."""
-    return str((node.meta.get("custom") or {}).get(MARK, "")).startswith("fp32|")
+    """Whether a node must compute in fp32, forward or in backward, by a mark this pass wrote."""
+    return any(mark.precision == "fp32" for mark in read_marks(node))
 
 
-def _requested(node: fx.Node, islands: set[fx.Node]) -> str | None:
+def _requested(node: fx.Node, islands: set[fx.Node]) -> Mark | None:
     if node in islands:
-        return "fp32|user|inside autocast(enabled=False)"
+        return Mark("fp32", "user", "inside autocast(enabled=False)")
     if call_name(node) in MATMULS:
         operands = list(_matrix_operands(node))
         if operands and all(_asked_for_fp32(operand) for operand in operands):
-            return "fp32|user|every operand was explicitly asked for in float32"
+            return Mark("fp32", "user", "every operand was explicitly asked for in float32")
     return None
 
 
-def _ruled(node: fx.Node, policy: Policy, parameters: dict[str, str]) -> str | None:
+def _ruled(node: fx.Node, policy: Policy, parameters: dict[str, str]) -> Iterator[Mark]:
     for precision in ("fp32", "low"):
         for rule in policy.rules(precision):
             if any(rule.matches(name) for name in _names(rule, node, parameters)):
-                return f"{precision}|{precision} rule|rule {str(rule)!r}"
-    return None
+                yield Mark(precision, f"{precision} rule", f"rule {str(rule)!r}", rule.phase)
 
 
 def _names(rule: Rule, node: fx.Node, parameters: dict[str, str]) -> Iterable[str]:
@@ -117,17 +129,14 @@ def _names(rule: Rule, node: fx.Node, parameters: dict[str, str]) -> Iterable[st
     return (parameters.get(source.name, "") for source in node.all_input_nodes)
 
 
-def _fixed(node: fx.Node, learned: set[fx.Node]) -> str | None:
-    if call_name(node) in MATMULS and not any(source in learned for source in node.all_input_nodes):
-        return "fp32|shape|no operand depends on a parameter or needs a gradient"
-    return None
-
-
-def _beyond_range(node: fx.Node, policy: Policy) -> str | None:
-    if policy.dtype is torch.float16 and call_name(node) in MATMULS:
-        constant = beyond_range(tree_leaves((node.args, node.kwargs)))
-        if constant is not None:
-            return f"fp32|range guard|its constant {constant:g} is beyond float16"
+def _fixed(node: fx.Node, learned: set[fx.Node], policy: Policy) -> Mark | None:
+    if call_name(node) not in MATMULS:
+        return None
+    if not any(source in learned for source in node.all_input_nodes):
+        return Mark("fp32", "shape", "no operand depends on a parameter or needs a gradient")
+    constant = beyond_range(tree_leaves((node.args, node.kwargs)))
+    if policy.dtype is torch.float16 and constant is not None:
+        return Mark("fp32", "range guard", f"its constant {constant:g} is beyond float16")
     return None
 
 
@@ -226,8 +235,7 @@ def where_marked(gm: fx.GraphModule) -> tuple[str, ...]:
     """Every mark in graph order, with its node: the resolved decisions, for the compile cache key."""
     marks = []
     for node in gm.graph.nodes:
-        mark = (node.meta.get("custom") or {}).get(MARK)
-        if mark is not None:
+        if mark := mark_text(node):
             marks.append(f"{node.name}={mark}")
     for name, child in subgraphs(gm):
         marks += [f"{name}/{mark}" for mark in where_marked(child)]
