@@ -1,9 +1,13 @@
-"""An ``autocast`` context that is active around a compiled model: mixprec decides instead, dtypes stay as traced."""
+"""The ``autocast`` a graph is traced under: by default none, whatever is active around the compiled model.
+
+An ambient context is not asked: mixprec decides, and dtypes stay as Dynamo traced them. The preset ``"torch"`` traces
+under autocast on purpose.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +16,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from mpcompile.passes.graph import LOW_DTYPES
+from mpcompile.passes.policy import Policy
 from mpcompile.torch_compat import (
     enabled_autocasts,
     running_without_autocast,
@@ -28,19 +33,27 @@ class Autocast:
     needed: bool
     """Whether the graph speaks of 16-bit types itself (``x.to(y.dtype)`` under autocast), and so needs autocast's own
     dtypes to be consistent; it is then traced with autocast on, as Dynamo did."""
+    asked: tuple[str, torch.dtype] | None
+    """Device type and dtype of the autocast that the preset ``"torch"`` asks for."""
 
     @classmethod
-    def around(cls, graph: fx.GraphModule) -> Autocast:
+    def around(cls, graph: fx.GraphModule, policy: Policy, device: torch.device) -> Autocast:
         """Look at the ambient autocast; make the outputs of ``graph`` come out in the dtypes it was captured with."""
         on = bool(enabled_autocasts())
         needed = on and _speaks_of_low_dtypes(graph)
-        if on and not needed:
+        asked = (device.type, policy.dtype) if policy.preset == "torch" and not policy.is_fp32 else None
+        if asked or (on and not needed):
             _restore_output_dtypes(graph)
-        return cls(on, needed)
+        return cls(on, needed, asked)
 
-    def tracing(self) -> contextlib.AbstractContextManager[None]:
-        """The context to trace the graph in."""
-        return tracing_without_autocast(forward=not self.needed)
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Trace the graph in this context; backward follows the dtypes of forward, as autograd has it."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(tracing_without_autocast(forward=not self.needed))
+            if self.asked:
+                stack.enter_context(torch.autocast(self.asked[0], self.asked[1]))
+            yield
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Keep the ambient autocast away from the kernels that the compiled code calls."""
@@ -66,12 +79,14 @@ def _speaks_of_low_dtypes(graph: fx.GraphModule) -> bool:
 
 
 def _restore_output_dtypes(graph: fx.GraphModule) -> None:
-    """Cast the outputs that autocast made 16-bit: code after the graph was captured with them so."""
+    """Cast outputs to the dtypes Dynamo saw, with an autocast that is gone or without the one to come."""
     (output,) = graph.graph.find_nodes(op="output")
 
     def restored(node: fx.Node) -> fx.Node:
         value = node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor) or value.dtype not in LOW_DTYPES:
+        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.float32, *LOW_DTYPES):
+            return node
+        if node.op == "placeholder":
             return node
         with graph.graph.inserting_before(output):
             cast = graph.graph.call_method("to", (node, value.dtype))

@@ -51,7 +51,7 @@ def mixprec(
     name_modules(graph, site.locals)
     parameters = parameters_of(graph, site.locals)
     intent = read_intent(graph, policy, site.scope, parameters)
-    autocast = Autocast.around(graph)
+    autocast = Autocast.around(graph, policy, device)
     trained = torch.is_grad_enabled() and settings.scaling(policy.dtype) is not None
     inputs = GraphInputs.of(graph, example_inputs, parameters, policy.dtype, scaled=trained)
     inputs.mark_range(graph)

@@ -20,6 +20,7 @@ from mpcompile.passes import Policy, run_passes
 from mpcompile.passes.emulation import emulate_low_products
 from mpcompile.passes.graph import DECOMPOSED, is_backward, subgraphs
 from mpcompile.passes.op_classes import registered_ops
+from mpcompile.passes.pipeline import AUTOCAST
 from mpcompile.passes.wide_products import EMULATED
 from mpcompile.torch_compat import elides_roundings
 
@@ -50,6 +51,8 @@ class JointPass(CustomGraphPass):
         if self.needs_emulation([node.meta.get("val") for node in graph.find_nodes(op="placeholder")]):
             _mark_emulated(gm)
         self._inputs.mark(gm)
+        if self.policy.preset == "torch":
+            gm.meta[AUTOCAST] = True  # the backend traced it so
         before = snapshot(gm)
         self._recorder.add(before, gm, run_passes(gm, self.policy))
 
@@ -72,7 +75,7 @@ class JointPass(CustomGraphPass):
         return (
             "mpcompile",
             _source_hash(),
-            repr(self.policy),
+            self.policy.digest,
             registered_ops(),
             *self._key,
             *self._inputs.key(),
@@ -94,7 +97,7 @@ class EmulationPass(CustomGraphPass):
 
     def uuid(self) -> tuple[str, ...]:
         """The cache key: the pass is a function of its source and the policy."""
-        return ("mpcompile emulation", _source_hash(), repr(self._policy))
+        return ("mpcompile emulation", _source_hash(), self._policy.digest)
 
 
 def _mark_decomposed(gm: fx.GraphModule) -> None:
@@ -119,6 +122,20 @@ def _mark_backward(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op != "output" and any(map(is_backward, node.all_input_nodes)):
             node.meta["autograd_backward"] = True
+    gm = graph.owning_module
+    for name, body in subgraphs(gm) if gm is not None else ():
+        readers = [node for node in graph.find_nodes(op="get_attr") if node.target == name]
+        if any(is_backward(call) for node in readers for call in node.users):
+            _mark_body(body)
+
+
+def _mark_body(gm: fx.GraphModule) -> None:
+    """Mark what the body of a higher-order op that backward calls computes; its inputs do not make it a joint graph."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            node.meta["autograd_backward"] = True
+    for _, body in subgraphs(gm):
+        _mark_body(body)
 
 
 @functools.cache

@@ -47,7 +47,7 @@ def _terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_summary_counts(report: Report) -> None:
     lines = report.summary().splitlines()
-    assert lines[0] == f"mixprec: 1 graph, {len(report.nodes)} operations, low type bfloat16"
+    assert lines[0] == f"mixprec: 1 graph, {len(report.nodes)} operations, low type bfloat16, policy default"
     assert lines[1] == "  forward:  2 of 3 matmuls, convolutions and attentions run low"
     assert lines[2] == "  backward: 3 of 5 matmuls, convolutions and attentions run low"
     assert lines[3] == "  kept in fp32: 3 x rule 'head'"

@@ -34,4 +34,5 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
         dtype=found[0].dtype,
         graphs=tuple(graph for report in found for graph in report.graphs),
         modules=tuple(pair for report in found for pair in report.modules),
+        preset=found[0].preset,
     )

@@ -74,7 +74,7 @@ class Recorder:
         graphs = [self._graph(record) for record in self._records]
         dtype = str(self._policy.dtype).removeprefix("torch.")
         modules = tuple((record.before, record.after) for record in self._records)
-        return Report(dtype, tuple(graphs), modules)
+        return Report(dtype, tuple(graphs), modules, self._policy.preset)
 
     def _graph(self, record: GraphRecord) -> GraphReport:
         plan = plan_compute(record.before, self._policy)

@@ -85,6 +85,8 @@ class Report:
         default=(), compare=False, repr=False
     )
     """The graphs before and after, as FX; empty for a report that came from the compile cache."""
+    preset: str = "default"
+    """The preset of the policy."""
 
     @property
     def nodes(self) -> tuple[NodeRecord, ...]:
@@ -113,13 +115,15 @@ class Report:
 
     def to_json(self) -> str:
         """The report without the FX graphs; ``Report.from_json`` reads it back."""
-        return json.dumps({"dtype": self.dtype, "graphs": [dataclasses.asdict(g) for g in self.graphs]})
+        return json.dumps(
+            {"dtype": self.dtype, "preset": self.preset, "graphs": [dataclasses.asdict(g) for g in self.graphs]}
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Report:
         """Read what ``to_json`` wrote."""
         data = json.loads(text)
-        return cls(data["dtype"], tuple(_graph_from(graph) for graph in data["graphs"]))
+        return cls(data["dtype"], tuple(map(_graph_from, data["graphs"])), preset=data["preset"])
 
 
 def _graph_from(data: dict[str, Any]) -> GraphReport:

@@ -17,7 +17,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f6
 
 def summary(report: Report) -> str:
     """A few lines: the share of low operations forward and backward, the exceptions, the casts."""
-    lines = [f"mixprec: {_graphs(report)}, low type {report.dtype}"]
+    lines = [f"mixprec: {_graphs(report)}, low type {report.dtype}, policy {report.preset}"]
     for direction in ("forward", "backward"):
         matmuls = [node for node in report.matmuls() if node.direction == direction]
         if matmuls:

@@ -42,7 +42,8 @@ def lower_kernels(gm: fx.GraphModule, policy: Policy) -> PassResult:
     changes = []
     for node in list(gm.graph.nodes):
         operands = _operands(node)
-        if policy.is_fp32 or not operands or is_marked_fp32(node):
+        # Under the preset "torch" autocast casts these calls itself.
+        if policy.is_fp32 or policy.preset == "torch" or not operands or is_marked_fp32(node):
             continue
         if any(_dtype(operand) is not torch.float32 for operand in operands.values()):
             continue

@@ -17,6 +17,9 @@ from mpcompile.passes.storage import store_low
 from mpcompile.passes.verifier import signature, verify
 from mpcompile.passes.wide_gradients import widen_gradients
 
+AUTOCAST = "mixprec_autocast"
+"""Key of ``gm.meta`` of a graph that was traced under ``torch.autocast``: the preset ``"torch"`` asks for it."""
+
 Pass = Callable[[fx.GraphModule, Policy], PassResult]
 
 PASSES: tuple[Pass, ...] = (
@@ -33,6 +36,9 @@ PASSES: tuple[Pass, ...] = (
     store_low,
 )
 
+_DECIDE = (insert_casts, fold_casts, share_low_copies)
+"""What is left out where torch.autocast has decided."""
+
 
 def run_passes(gm: fx.GraphModule, policy: Policy, passes: tuple[Pass, ...] = PASSES) -> tuple[PassResult, ...]:
     """Rewrite ``gm`` in place for mixed precision and return what every pass changed.
@@ -40,11 +46,15 @@ def run_passes(gm: fx.GraphModule, policy: Policy, passes: tuple[Pass, ...] = PA
     ``gm`` is any functional ATen graph whose nodes carry fake values in ``meta["val"]``: a joint graph from
     AOTAutograd, the result of ``make_fx``, or ``torch.export.export(...).run_decompositions().graph_module``.
     Subgraphs of higher-order ops are rewritten too; what enters and leaves them keeps its dtype. Running it again
-    changes nothing. Raises ``PassError`` where a graph would no longer keep its promises (see ``verifier``).
+    changes nothing. Raises ``PassError`` where a graph would no longer keep its promises (see ``verifier``), and
+    ``ValueError`` for the preset ``"torch"`` and a graph that was not traced under ``torch.autocast``.
     """
     if policy.is_fp32:
         return ()
     _require_values(gm)
+    if policy.preset == "torch":
+        _require_autocast(gm)
+        passes = tuple(apply for apply in passes if apply not in _DECIDE)
     require_matches(gm, policy)
     return _rewrite(gm, policy, passes)
 
@@ -73,6 +83,15 @@ def _erase_unused(gm: fx.GraphModule) -> None:
         movable = is_view(node) or is_partial_view(node) or is_tuple_view(node) or is_cast(node)
         if not node.users and node.op == "call_function" and movable:
             gm.graph.erase_node(node)
+
+
+def _require_autocast(gm: fx.GraphModule) -> None:
+    if AUTOCAST not in gm.meta:
+        raise ValueError(
+            "Policy(preset='torch') takes the dtypes that torch.autocast gives while a graph is traced; this graph was "
+            "traced before. Use torch.compile(model, backend='mixprec', options={'policy': 'torch'}), trace the graph "
+            "under torch.autocast yourself and run no passes, or choose another preset."
+        )
 
 
 def _require_values(gm: fx.GraphModule) -> None:
