@@ -232,6 +232,30 @@ def test_roles_are_the_same_with_dynamic_sizes() -> None:
     assert count(gm) == {"forward": 2, "dgrad": 1, "wgrad": 2}
 
 
+aten = torch.ops.aten
+JOINED: dict[str, tuple[Callable[..., tuple[object, tuple[object, ...]]], tuple[str, str]]] = {
+    "as Inductor writes a sum of two weight gradients": (
+        lambda a, b: (aten.addmm.default, (a, b, b)),
+        ("wgrad", "dgrad"),
+    ),
+    "before decomposition": (lambda a, b: (aten.stack.default, ([a, b],)), ("wgrad", "wgrad")),
+}
+
+
+@pytest.mark.parametrize("way", JOINED)
+def test_operations_that_tracing_does_not_make_are_known(way: str) -> None:
+    join, expected = JOINED[way]
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first, second = (graph.call_function(aten.mm.default, (x, x)) for _ in range(2))
+    total = graph.call_function(*join(first, second))
+    for node in (first, second, total):
+        node.meta["partitioner_tag"] = "is_backward"
+    graph.output((total,))
+    found = gradient_roles(graph)
+    assert (found[first], found[second]) == expected
+
+
 def test_a_size_read_off_a_weight_gradient_is_nothing_it_becomes() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
