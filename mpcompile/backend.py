@@ -21,12 +21,13 @@ from mpcompile.execution.fp32_matmul import fp32_matmul_precision, with_fp32_mat
 from mpcompile.graph_inputs import GraphInputs
 from mpcompile.inspection.recorder import Recorder
 from mpcompile.inspection.registry import Compilation, remember
-from mpcompile.joint_pass import JointPass
+from mpcompile.joint_pass import JointPass, emulates
 from mpcompile.loss_scaling import LossScaling
 from mpcompile.options import Options
 from mpcompile.passes.intent import MATMULS, read_intent, where_marked
 from mpcompile.passes.kernels import lower_kernels
 from mpcompile.torch_compat import find_site, fork, name_modules, parameters_of
+from mpcompile.weight_caching import WeightCaching
 
 
 def mixprec(
@@ -53,10 +54,13 @@ def mixprec(
     intent = read_intent(graph, policy, site.scope, parameters)
     autocast = Autocast.around(graph, policy, device)
     trained = torch.is_grad_enabled() and settings.scaling(policy.dtype) is not None
-    inputs = GraphInputs.of(graph, example_inputs, parameters, policy.dtype, scaled=trained)
+    cached = settings.weight_cache and not policy.is_fp32 and checks.may_cache(site, settings)
+    inputs = GraphInputs.of(graph, example_inputs, parameters, policy.dtype, scaled=trained, cached=cached)
     inputs.mark_range(graph)
     kernels = lower_kernels(graph, policy)
     scaling = LossScaling.attach(graph, inputs, device, site.compiled)
+    emulated = settings.compiler == "inductor" and emulates(policy, example_inputs)
+    caching = WeightCaching.attach(graph, inputs, held=torch.float32 if emulated else None, strict=settings.strict)
 
     in_aten = policy.only_op_rules()  # module and parameter rules are marks on the nodes by now
     recorder = Recorder(in_aten, (intent, kernels))
@@ -67,10 +71,10 @@ def mixprec(
     joint = JointPass(in_aten, recorder, key, inputs, pinned)
     compilation = Compilation(recorder, joint.uuid(), graph)
     with autocast.tracing(), fp32_matmul_precision(settings.fp32_matmul):
-        compiled = _compile(graph, [*example_inputs, *scaling.state], joint, settings, mode)
+        compiled = _compile(graph, [*example_inputs, *scaling.state, *caching.state], joint, settings, mode)
     remember(site, compilation)
     checks.after_compiling(recorder, settings)
-    return with_fp32_matmul(autocast.wrap(scaling.wrap(compiled)), settings.fp32_matmul)
+    return with_fp32_matmul(autocast.wrap(scaling.wrap(caching.wrap(compiled))), settings.fp32_matmul)
 
 
 def _compile(

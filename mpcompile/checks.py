@@ -11,7 +11,12 @@ from torch import fx, nn
 from mpcompile.notices import MixprecError, notify
 from mpcompile.passes.graph import LOW_DTYPES
 from mpcompile.passes.policy import Policy
-from mpcompile.torch_compat import captures_recurrent_modules, enabled_autocasts, exceptions_that_fall_back
+from mpcompile.torch_compat import (
+    captures_recurrent_modules,
+    enabled_autocasts,
+    exceptions_that_fall_back,
+    is_sharded,
+)
 
 if TYPE_CHECKING:
     from mpcompile.inspection.recorder import Recorder
@@ -77,6 +82,18 @@ def _check_recurrent(root: nn.Module | None, options: Options) -> None:
             "compiled graph. torch._dynamo.config.allow_rnn = True captures them, unrolled.",
             strict=options.strict,
         )
+
+
+def may_cache(site: Site, options: Options) -> bool:
+    """Whether low copies of the weights may be kept: warn where not."""
+    if not is_sharded(site.root):
+        return True
+    notify(
+        "weight_cache=True does nothing for a model under FSDP, or for a function in torch.distributed: FSDP gathers "
+        "the weights anew for every call, without a trace that a copy could follow.",
+        strict=options.strict,
+    )
+    return False
 
 
 def after_compiling(recorder: Recorder, options: Options) -> None:

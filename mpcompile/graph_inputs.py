@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from mpcompile.execution.cached_graph import may_be_cached
 from mpcompile.passes.gradient_role import WEIGHT_GRADIENTS
-from mpcompile.passes.graph import LOW_DTYPES, PARAMETER, output_of, subgraphs, tensor
+from mpcompile.passes.graph import LOW_COPY, LOW_DTYPES, PARAMETER, output_of, subgraphs, tensor
+from mpcompile.passes.matmul_weights import matmul_weights
 from mpcompile.passes.range_guard import BEYOND_RANGE, LARGEST
 from mpcompile.passes.scaling import SCALING, ScalingSite
 from mpcompile.passes.wide_gradients import WIDE_GRADIENTS
@@ -34,23 +36,37 @@ class GraphInputs:
     """Where gradients are scaled: every differentiable input, with its name, in the order of their overflow flags. Then
     the graph has two inputs more, the loss scale and the probe. Empty otherwise."""
     count: int
-    """How many inputs the user's graph has."""
+    """How many inputs the user's graph has. After them come the loss scale and the probe, where there are ``slots``,
+    and then the ``copies``."""
+    copies: Mapping[int, torch.dtype] = field(default_factory=dict)
+    """With the weight cache: the parameters that the graph also gets in a low type, in the order of these inputs, and
+    that type."""
 
     @classmethod
     def of(
-        cls, graph: fx.GraphModule, inputs: Sequence[Any], names: Mapping[str, str], low: torch.dtype, scaled: bool
+        cls,
+        graph: fx.GraphModule,
+        inputs: Sequence[Any],
+        names: Mapping[str, str],
+        low: torch.dtype,
+        scaled: bool,
+        cached: bool = False,
     ) -> GraphInputs:
         """Look at the inputs of ``graph``; ``names``: parameter name of every placeholder that is one."""
         placeholders = graph.graph.find_nodes(op="placeholder")
         parameters = {i: names[node.name] for i, node in enumerate(placeholders) if node.name in names}
         differentiable = [i for i, value in enumerate(inputs) if _is_differentiable(value)] if scaled else []
+        beyond = frozenset(i for i in parameters if low is torch.float16 and _is_beyond_range(inputs[i]))
+        read = set(matmul_weights(graph)) if cached else set()
+        copied = [i for i in parameters if placeholders[i] in read and i not in beyond and _is_weight(inputs[i])]
         return cls(
             parameters=parameters,
             weights=frozenset(parameters or (i for i, value in enumerate(inputs) if _is_leaf(value))),
-            beyond_range=frozenset(i for i in parameters if low is torch.float16 and _is_beyond_range(inputs[i])),
+            beyond_range=beyond,
             wide_gradients=frozenset(i for i, value in enumerate(inputs) if _is_low_leaf(value)),
             slots={i: parameters.get(i, placeholders[i].name) for i in differentiable},
             count=len(inputs),
+            copies=dict.fromkeys(copied, low),
         )
 
     def key(self) -> tuple[str, ...]:
@@ -61,6 +77,7 @@ class GraphInputs:
             f"wide {sorted(self.wide_gradients)}",
             f"weights {sorted(self.weights)}",
             f"scaled {list(self.slots)}",
+            f"copies {self.copies}",
         )
 
     def mark_range(self, graph: fx.GraphModule) -> None:
@@ -77,12 +94,22 @@ class GraphInputs:
                 node.meta[PARAMETER] = self.parameters[position]
             if position in self.beyond_range:
                 node.meta[BEYOND_RANGE] = True
+        self._mark_copies(gm)
         _mark_bodies(gm)
         gradients = dict(_gradients(gm))
         output_of(gm).meta[WEIGHT_GRADIENTS] = tuple(i for i, of in gradients.items() if of in self.weights)
         gm.meta[WIDE_GRADIENTS] = tuple(i for i, position in gradients.items() if position in self.wide_gradients)
         if self.slots and gradients:
             gm.meta[SCALING] = self._site(gm, gradients)
+
+    def _mark_copies(self, gm: fx.GraphModule) -> None:
+        if not self.copies:
+            return
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        nodes = {_position(node.meta.get("desc")): node for node in placeholders}
+        first = self.count + (2 if self.slots else 0)
+        for index, (position, low) in enumerate(self.copies.items(), first):
+            nodes[position].meta[LOW_COPY] = (nodes[index].name, low)
 
     def _site(self, gm: fx.GraphModule, gradients: Mapping[int, int]) -> ScalingSite:
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -130,6 +157,10 @@ def _is_beyond_range(value: Any) -> bool:
 
 def _is_leaf(value: Any) -> bool:
     return _is_differentiable(value) and bool(value.is_leaf)
+
+
+def _is_weight(value: Any) -> bool:
+    return may_be_cached(value) and value.dim() >= 2
 
 
 def _is_low_leaf(value: Any) -> bool:

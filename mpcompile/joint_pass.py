@@ -67,8 +67,7 @@ class JointPass(CustomGraphPass):
 
     def needs_emulation(self, inputs: Sequence[Any]) -> bool:
         """Whether low products must be computed in fp32 kernels: on a CPU without instructions for the low type."""
-        native = has_native_fp16 if self.policy.dtype is torch.float16 else has_native_bf16
-        return not self.policy.is_fp32 and is_on_cpu(inputs) and not native(torch.device("cpu"))
+        return emulates(self.policy, inputs)
 
     def uuid(self) -> tuple[Any, ...]:
         """The cache key: node metadata is in no cache key of torch, so the resolved decisions must be in this one."""
@@ -110,6 +109,12 @@ def _mark_emulated(gm: fx.GraphModule) -> None:
     gm.meta[EMULATED] = True
     for _, child in subgraphs(gm):
         _mark_emulated(child)
+
+
+def emulates(policy: Policy, inputs: Sequence[Any]) -> bool:
+    """Whether a graph with these inputs runs on a CPU without instructions for the low type of ``policy``."""
+    native = has_native_fp16 if policy.dtype is torch.float16 else has_native_bf16
+    return not policy.is_fp32 and is_on_cpu(inputs) and not native(torch.device("cpu"))
 
 
 def is_on_cpu(inputs: Sequence[Any]) -> bool:

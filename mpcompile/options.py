@@ -23,6 +23,7 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "numerics": ("fast", "strict"),
     "strict": (False, True),
     "compiler": ("inductor", "aot_eager", "reference"),
+    "weight_cache": (False, True),
 }
 
 
@@ -51,6 +52,8 @@ class Options:
     """Raise where the default warns."""
     compiler: str = "inductor"
     """``"inductor"``; ``"aot_eager"`` (no code generation); ``"reference"`` (node by node, no recomputation)."""
+    weight_cache: bool = False
+    """Keep a low copy of every weight between calls, in place of rounding it in each call."""
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of ``torch._inductor.config`` for this model."""
 

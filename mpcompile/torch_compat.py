@@ -211,11 +211,14 @@ def parameters_of(gm: fx.GraphModule, local_modules: Mapping[str, str]) -> dict[
     return names
 
 
-def add_input(gm: fx.GraphModule, name: str, value: torch.Tensor) -> torch.Tensor:
+def add_input(gm: fx.GraphModule, name: str, value: torch.Tensor, *, static: bool = False) -> torch.Tensor:
     """Give a fork of Dynamo's graph one more input, the last, that no operation reads; return its example value.
 
+    ``static``: it stays at its address, like a parameter; CUDA graphs then read it there instead of copying it.
+
     Relies on: AOTAutograd asks every placeholder for ``_dynamo_source``, None for inputs that no variable holds; it
-    traces with the fake tensors of the mode that ``detect_fake_mode`` finds, and would give a real one symbolic sizes.
+    traces with the fake tensors of the mode that ``detect_fake_mode`` finds, and would give a real one symbolic sizes;
+    it counts those among the static inputs that Dynamo marked in ``meta["tensor_dict"]``.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     mode = detect_fake_mode([node.meta.get("example_value") for node in placeholders])
@@ -225,7 +228,19 @@ def add_input(gm: fx.GraphModule, name: str, value: torch.Tensor) -> torch.Tenso
     assert mode is not None
     example: torch.Tensor = mode.from_tensor(value, static_shapes=True)
     node.meta["example_value"] = example
+    if static:
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     return example
+
+
+def is_sharded(root: nn.Module | None) -> bool:
+    """Whether FSDP may own the parameters of a compiled model; for a function (None), whether there are processes.
+
+    Relies on: FSDP and ``fully_shard`` set ``_is_fsdp_managed_module`` on the modules whose parameters they shard.
+    """
+    if root is None:
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return any(getattr(module, "_is_fsdp_managed_module", False) for module in root.modules())
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mpcompile.execution.loss_scale import LossScale
+from mpcompile.execution.low_copies import stale_all
 from mpcompile.notices import notify
 
 if TYPE_CHECKING:
@@ -75,6 +76,13 @@ class Runtime:
             assert self._state is not None
             scale = self._on_device[device] = self._state.scale.to(device)
         return scale
+
+    def refresh(self) -> None:
+        """With ``weight_cache=True``: make every low copy of a weight anew before it is next read.
+
+        For writes into parameters that cannot be seen: ``parameter.data.add_(...)``, or through numpy.
+        """
+        stale_all()
 
     def judged(self, names: tuple[str, ...], bad: Tensor, overflowed: Tensor, skipped: Tensor) -> None:
         """Take note of an optimizer step, and move the scale.

@@ -33,6 +33,7 @@ from mpcompile.passes.graph import (
     source_of_widening,
     tensor,
 )
+from mpcompile.passes.low_copies import low_copy, note_low_copies
 from mpcompile.passes.op_classes import roles_of
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import Change, PassResult
@@ -67,7 +68,7 @@ def insert_casts(gm: fx.GraphModule, policy: Policy) -> PassResult:
                 changes.append(_leave_wide(node, narrowing, emulated))
         elif _narrows_from_fp32(node):
             changes += _share_narrowing(node, policy)
-    return PassResult("insert_casts", (*narrowing.changes(), *changes))
+    return PassResult("insert_casts", (*narrowing.changes(), *note_low_copies(gm), *changes))
 
 
 def _lower(node: fx.Node, narrowing: _Narrowing, reason: str) -> list[Change]:
@@ -217,7 +218,10 @@ def _recomputing_pays(node: fx.Node) -> bool:
 
 
 def _free_low_form(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
-    """A low node of exactly the same values, where a chain of views leads to a widening; else None."""
+    """A low node of exactly the same values, where a chain of views leads to one or to a widening; else None."""
+    copy = low_copy(node, dtype)
+    if copy is not None:
+        return copy
     if source_of_widening(node) is not None:
         source = _widened(node)
         return source if dtype_of(source) is dtype else None

@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 from mpcompile.passes.edit import insert_after, insert_cast, refresh, replace_arguments
 from mpcompile.passes.graph import aten, dtype_of, is_getitem, op_name, tensor
+from mpcompile.passes.low_copies import exact_source
 from mpcompile.passes.op_classes import OpClass, classify, roles_of
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import Change, PassResult
@@ -50,7 +51,7 @@ def _widen_operands(node: fx.Node, operands: tuple[str, ...], low: torch.dtype, 
         if dtype_of(source) is not low:
             return source
         if source not in wide:
-            wide[source] = insert_cast(source, torch.float32)
+            wide[source] = exact_source(source) or insert_cast(source, torch.float32)
         return wide[source]
 
     def widen(name: str, value: Any) -> Any:

@@ -14,6 +14,11 @@ prims = torch.ops.prims
 
 PARAMETER = "mixprec_parameter"
 """Key of ``node.meta`` of a placeholder: the name of the model's parameter that it is."""
+LOW_COPY = "mixprec_low_copy"
+"""Key of ``node.meta`` of a placeholder that is a parameter: the name of the placeholder that holds a copy of it in the
+low type, and that type."""
+EXACT = "mixprec_exact"
+"""Key of ``node.meta`` of a narrowing that rounds nothing: its argument holds values of the low type."""
 CAST = "mixprec_cast"
 """Key of ``node.meta`` of a cast that a pass inserted (the user's own casts do not have it)."""
 KEPT = "mixprec_kept"

@@ -108,7 +108,7 @@ def _requested(node: fx.Node, islands: set[fx.Node]) -> Mark | None:
     if node in islands:
         return Mark("fp32", "user", "inside autocast(enabled=False)")
     if call_name(node) in MATMULS:
-        operands = list(_matrix_operands(node))
+        operands = list(matrix_operands(node))
         if operands and all(_asked_for_fp32(operand) for operand in operands):
             return Mark("fp32", "user", "every operand was explicitly asked for in float32")
     return None
@@ -190,7 +190,7 @@ def _devices(node: fx.Node) -> set[str]:
     return {value.device.type for value in values if isinstance(value, torch.Tensor)}
 
 
-def _matrix_operands(node: fx.Node) -> Iterator[fx.Node]:
+def matrix_operands(node: fx.Node) -> Iterator[fx.Node]:
     """The floating-point operands of a matmul, biases apart."""
     bias = _BIASES.get(call_name(node))
     for index, arg in enumerate(node.args):

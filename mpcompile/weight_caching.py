@@ -1,0 +1,49 @@
+"""Give a captured graph the low copies of its weights as inputs, and the runtime that keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpcompile.execution.cached_graph import Cached, CachedGraph
+from mpcompile.graph_inputs import GraphInputs
+from mpcompile.torch_compat import add_input
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCaching:
+    """The low copies of one graph that is being compiled."""
+
+    copied: tuple[Cached, ...]
+    strict: bool
+    state: tuple[torch.Tensor, ...]
+    """Examples of the copies, to compile with."""
+
+    @classmethod
+    def attach(
+        cls, graph: fx.GraphModule, inputs: GraphInputs, *, held: torch.dtype | None, strict: bool
+    ) -> WeightCaching:
+        """Give ``graph`` one input for each copy.
+
+        ``held``: the dtype to hold rounded values in, where it is not the low type: fp32 on a device that multiplies in
+        fp32, so that no call has to widen a copy.
+        """
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        copied, state = [], []
+        for position, low in inputs.copies.items():
+            value = placeholders[position].meta["example_value"]
+            # Of the parameter's strides, and never read.
+            example = torch.empty_strided(value.shape, value.stride(), dtype=held or low, device=value.device)
+            copied.append(Cached(position, inputs.parameters[position], low, held or low))
+            state.append(add_input(graph, f"low_copy_{position}", example, static=True))
+        return cls(tuple(copied), strict, tuple(state))
+
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Call the compiled graph with the copies of the parameters it is called with."""
+        if not self.state:
+            return compiled
+        return CachedGraph(compiled, self.copied, self.state, strict=self.strict)
