@@ -1,0 +1,176 @@
+"""What graphs make of low copies: static inputs, saved as they are, multiplied as they are held."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from mpcompile import compiler, torch_compat
+from mpcompile.execution import cached_graph
+from mpcompile.graph_inputs import GraphInputs
+from mpcompile.joint_pass import emulates
+from mpcompile.passes import Policy, run_passes
+from mpcompile.passes.emulation import emulate_low_products
+from mpcompile.passes.graph import EXACT, LOW_COPY, is_cast, parameter_name, viewed
+from tests.helpers import SCRIPT_HEAD, Net, calls, joint
+from tests.weight_cache_tools import cached
+
+X = torch.linspace(-1, 1, 40).view(5, 8)
+
+
+class Saved:
+    """The inputs, outputs and static inputs of the graphs after partitioning."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.graphs: list[fx.GraphModule] = []
+        self.static: list[list[int]] = []
+        partition = compiler.min_cut_rematerialization_partition
+
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            self.static.append(list(kwargs.get("static_lifetime_input_indices") or ()))
+            forward, backward = partition(*args, **kwargs)
+            self.graphs += [forward, backward]
+            return forward, backward
+
+        monkeypatch.setattr(compiler, "min_cut_rematerialization_partition", watching)
+
+
+def test_the_copies_are_static_inputs_beside_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Saved(monkeypatch)
+    cached(Net())(X)
+    (forward, _) = saved.graphs
+    inputs = forward.graph.find_nodes(op="placeholder")
+    # Four parameters and, last, two copies; the activation is not static.
+    assert len(inputs) == 7
+    assert len(saved.static[0]) == 6
+    assert set(saved.static[0]) >= {5, 6}
+
+
+def test_a_copy_is_saved_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Saved(monkeypatch)
+    cached(Net())(X)
+    forward, backward = saved.graphs
+    values = {node.name: node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")}
+    low = {name: value.shape for name, value in values.items() if value.dtype is torch.bfloat16}
+    assert list(low.values()) == [(16, 8), (4, 16)]
+    kept = [node for node in backward.graph.find_nodes(op="placeholder") if node.meta["val"].shape == (4, 16)]
+    assert [node.name for node in kept] == [list(low)[1]]
+
+
+def test_nothing_casts_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Saved(monkeypatch)
+    cached(Net())(X)
+    casts = [node for gm in saved.graphs for node in calls(gm) if is_cast(node)]
+    shapes = {tuple(node.args[0].meta["val"].shape) for node in casts if node.meta["val"].dtype is torch.bfloat16}
+    assert shapes
+    assert not shapes & {(16, 8), (4, 16)}
+
+
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float32])
+def test_a_copy_held_in_fp32_is_multiplied_as_it_is(held: torch.dtype) -> None:
+    gm = with_copies(Net(), held)
+    run_passes(gm, Policy())
+    exact = [node for node in calls(gm) if EXACT in node.meta]
+    assert len(exact) == (2 if held is torch.float32 else 0)
+    emulate_low_products(gm, Policy())
+    gm.graph.eliminate_dead_code()
+    cast = [node for node in calls(gm) if is_cast(node) and viewed(node.args[0]).name in ("copy_0", "copy_1")]
+    # Both in forward, and the last layer's in backward.
+    assert len(cast) == (3 if held is torch.bfloat16 else 0)
+
+
+def with_copies(model: nn.Module, held: torch.dtype) -> fx.GraphModule:
+    """The joint graph of two layers with a copy of each weight."""
+    gm = joint(model, X)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    weights = [node for node in placeholders if parameter_name(node).endswith("weight")]
+    for index, weight in enumerate(weights):
+        with gm.graph.inserting_after(placeholders[len(placeholders) - 2]):
+            copy = gm.graph.placeholder(f"copy_{index}")
+        copy.meta["val"] = weight.meta["val"].to(held)
+        weight.meta[LOW_COPY] = (copy.name, torch.bfloat16)
+    return gm
+
+
+def test_the_copies_are_in_the_cache_key() -> None:
+    facts: dict[str, Any] = {"parameters": {0: "w"}, "beyond_range": frozenset(), "wide_gradients": frozenset()}
+    without = GraphInputs(**facts, slots={}, count=2)
+    keys = [GraphInputs(**facts, slots={}, count=2, copies={0: low}).key() for low in (torch.bfloat16, torch.float16)]
+    assert len({without.key(), *keys}) == 3
+
+
+def test_the_trailing_inputs_are_scale_probe_and_copies() -> None:
+    seen: list[tuple[Any, ...]] = []
+    original = cached_graph.Binding.copies_of
+
+    def watching(self: Any, parameters: Any) -> Any:
+        found = original(self, parameters)
+        seen.append(found)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cached_graph.Binding, "copies_of", watching)
+        cached(Net(), dtype="fp16")(X)
+    assert [tuple(value.shape) for value in seen[0]] == [(16, 8), (4, 16)]
+
+
+def test_a_model_under_fsdp_has_no_copies() -> None:
+    net = Net()
+    for module in net.modules():
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    assert torch_compat.is_sharded(net)
+    assert not torch_compat.is_sharded(Net())
+    assert not torch_compat.is_sharded(None)
+
+
+PROCESS = """options = {"dtype": "bf16", "weight_cache": True}
+compiled = torch.compile(model, backend="mixprec", options=options)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+outputs = []
+for _ in range(2):
+    output = compiled(x)
+    output.square().sum().backward()
+    optimizer.step()
+    outputs.append(output.tolist())
+held = sorted({str(copy.value.dtype) for copy in mpcompile.execution.low_copies._copies.values()})
+print(json.dumps({
+    "fx_misses": counters["inductor"]["fxgraph_cache_miss"],
+    "aot_hits": counters["aot_autograd"]["autograd_cache_hit"],
+    "aot_misses": counters["aot_autograd"]["autograd_cache_miss"],
+    "bypasses": counters["aot_autograd"]["autograd_cache_bypass"] + counters["inductor"]["fxgraph_cache_bypass"],
+    "outputs": outputs,
+    "held": held,
+}))
+"""
+
+
+def process(folder: Path) -> dict[str, Any]:
+    (folder / "train.py").write_text(SCRIPT_HEAD + PROCESS)
+    result = subprocess.run(
+        [sys.executable, str(folder / "train.py")],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.inductor
+def test_a_second_process_starts_warm_and_computes_the_same(tmp_path: Path) -> None:
+    cold, warm = process(tmp_path), process(tmp_path)
+    assert (cold["aot_misses"], cold["aot_hits"], cold["bypasses"]) == (1, 0, 0)
+    assert (warm["aot_misses"], warm["aot_hits"], warm["fx_misses"], warm["bypasses"]) == (0, 1, 0, 0)
+    assert warm["outputs"] == cold["outputs"]
+    # Where products are emulated in fp32, the copies wait in fp32.
+    emulated = emulates(Policy(), [torch.ones(1)])
+    assert cold["held"] == warm["held"] == ["torch.float32" if emulated else "torch.bfloat16"]
+    assert cold["outputs"][0] != cold["outputs"][1]
