@@ -66,7 +66,7 @@ class CachedGraph:
         return self._compiled(*args, *binding.copies_of(parameters))
 
     def _bind(self, parameters: Sequence[Any]) -> Binding | None:
-        if not all(map(may_be_cached, parameters)):
+        if not all(type(parameter) is nn.Parameter and may_be_cached(parameter) for parameter in parameters):
             return None
         key = tuple(map(id, parameters))
         reference = weakref.ref(self)
@@ -123,8 +123,10 @@ class Binding:
 
 
 def may_be_cached(value: Any) -> bool:
-    """Whether a value is a plain, dense fp32 parameter, whose changes can be seen."""
-    if type(value) is not nn.Parameter or value.dtype is not torch.float32 or value.layout is not torch.strided:
+    """Whether a value is a plain, dense fp32 parameter, whose changes can be seen; or the fake of one."""
+    if not isinstance(value, nn.Parameter) or type(value) not in (nn.Parameter, FakeTensor):
+        return False
+    if value.dtype is not torch.float32 or value.layout is not torch.strided:
         return False
     return not value.is_inference() and is_dense(value)
 
