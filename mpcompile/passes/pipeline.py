@@ -36,7 +36,7 @@ PASSES: tuple[Pass, ...] = (
     store_low,
 )
 
-_DECIDE = (insert_casts, fold_casts, share_low_copies)
+_DECIDE = (insert_casts, fold_casts, store_low)
 """What is left out where torch.autocast has decided."""
 
 
