@@ -24,6 +24,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "fp32_matmul": torch.get_float32_matmul_precision(),  # "highest": true fp32, also on a GPU with TF32
         "native_bf16": has_native_bf16(device),
         "native_fp16": has_native_fp16(device),
     }
