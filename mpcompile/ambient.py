@@ -86,8 +86,6 @@ def _restore_output_dtypes(graph: fx.GraphModule) -> None:
         value = node.meta.get("example_value")
         if not isinstance(value, torch.Tensor) or value.dtype not in (torch.float32, *LOW_DTYPES):
             return node
-        if node.op == "placeholder":
-            return node
         with graph.graph.inserting_before(output):
             cast = graph.graph.call_method("to", (node, value.dtype))
         cast.meta["example_value"] = value

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import mpcompile
+from mpcompile.joint_pass import _mark_backward
 from mpcompile.passes import Policy, run_passes
 from mpcompile.passes.gradient_role import gradient_roles
-from mpcompile.passes.graph import MARK
+from mpcompile.passes.graph import MARK, is_backward, is_joint
 from mpcompile.passes.marks import Mark, read_marks, write_marks
 from tests.helpers import Net, calls, joint, operand_dtypes, relative_error
 from tests.test_programs import mixprec
@@ -178,6 +179,24 @@ def test_backward_bodies_of_higher_order_ops_are_backward() -> None:
     forward = [node for node in report.matmuls() if node.direction == "forward"]
     assert forward
     assert {kind for node in forward for kind in node.inputs} == {"bfloat16"}
+
+
+def test_a_body_that_backward_calls_is_backward_where_autograd_does_not_say_so() -> None:
+    """torch 2.11 leaves what such a body computes again of forward without a tag."""
+    inner = fx.Graph()
+    inner.output((inner.call_function(torch.ops.aten.relu.default, (inner.placeholder("v"),)),))
+    graph = fx.Graph()
+    x, body = graph.placeholder("x"), graph.get_attr("body")
+    call = graph.call_function(torch.ops.higher_order.cond, (True, body, body, (x,)))
+    graph.output((call,))
+    gm = fx.GraphModule({"body": fx.GraphModule(nn.Module(), inner)}, graph)
+    (relu,) = calls(gm.body)
+    _mark_backward(gm.graph)
+    assert not is_backward(relu)
+    call.meta["partitioner_tag"] = "is_backward"
+    _mark_backward(gm.graph)
+    assert is_backward(relu)
+    assert not is_joint(gm.body.graph)
 
 
 def test_marks_are_read_as_they_were_written() -> None:
