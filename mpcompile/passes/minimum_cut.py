@@ -76,6 +76,7 @@ def _add(graph: nx.DiGraph, start: object, end: object, capacity: float) -> None
     """Add to an edge's capacity; networkx takes an edge without one for infinite."""
     if math.isinf(capacity):
         graph.add_edge(start, end)
+        graph[start][end].pop("capacity", None)  # of a finite price on the same pair
     elif not graph.has_edge(start, end):
         graph.add_edge(start, end, capacity=capacity)
     elif "capacity" in graph[start][end]:

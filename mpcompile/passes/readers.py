@@ -13,6 +13,7 @@ from mpcompile.passes.graph import (
     is_cast,
     is_getitem,
     is_partial_view,
+    is_tuple_view,
     is_view,
     packet_name,
     tensor,
@@ -22,7 +23,7 @@ from mpcompile.passes.op_classes import RANKING_OPS, STATISTICS
 
 def is_moved(node: fx.Node) -> bool:
     """Whether a node holds elements of its argument as they are: a view, a slice, a piece of a split."""
-    return is_view(node) or is_partial_view(node) or is_getitem(node)
+    return is_view(node) or is_partial_view(node) or is_tuple_view(node) or is_getitem(node)
 
 
 def origin(node: fx.Node) -> fx.Node:
