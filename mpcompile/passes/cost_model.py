@@ -24,6 +24,7 @@ from mpcompile.passes.readers import (
     is_narrowing,
     low_form,
     origin,
+    readers_below,
     reads_unrounded,
 )
 from mpcompile.passes.saved_values import elements, predict_partition, size
@@ -169,9 +170,10 @@ class CostModel:
         return any(user in self._partition.recomputed for user in node.users if user not in readers.later)
 
     def _crossings(self, node: fx.Node, readers: Iterable[fx.Node]) -> int:
-        """How many later kernels read a value; readers of one stage share a kernel."""
+        """How many later kernels read a value, itself or through views; readers of one stage share a kernel."""
         own = self._stage[node]
-        return len({self._stage[user] for user in readers if self._stage[user] > own or not fuses(user)})
+        computing = (user for reader in readers for user in readers_below(reader))
+        return len({self._stage[user] for user in computing if self._stage[user] > own or not fuses(user)})
 
     def _rounding(self, node: fx.Node, readers: _Readers) -> float:
         # A convolutional net's time is the bytes of its activations, residual streams included.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx
 
 from mpcompile.passes.graph import (
@@ -31,6 +33,15 @@ def origin(node: fx.Node) -> fx.Node:
     while is_moved(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
+
+
+def readers_below(reader: fx.Node) -> Iterator[fx.Node]:
+    """The operations that read what a reader only moves; itself where it computes."""
+    if not is_moved(reader):
+        yield reader
+    else:
+        for user in reader.users:
+            yield from readers_below(user)
 
 
 def is_narrowing(node: fx.Node) -> bool:
