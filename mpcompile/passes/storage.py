@@ -34,7 +34,8 @@ def store_low(gm: fx.GraphModule, policy: Policy) -> PassResult:
         wide = _rounded(value, policy.dtype)
         for reader in readers:
             reader.replace_input_with(value.node, wide)
-        reason = f"{value.node.name} is {how} low: {len(readers)} readers read that form"
+        more = "1 more reader reads" if len(readers) == 1 else f"{len(readers)} more readers read"
+        reason = f"{value.node.name} is {how} low: {more} that form"
         changes.append(Change(wide.name, op_name(wide), "float32", str(policy.dtype)[6:], reason))
     return PassResult("store_low", tuple(changes))
 
