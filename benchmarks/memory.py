@@ -9,10 +9,21 @@ from benchmarks.peers import Candidate
 
 
 def saved_bytes(candidate: Candidate) -> int:
-    """Bytes of the storages kept for backward of one forward, apart from parameters, buffers and inputs.
+    """Bytes of the storages that one forward makes and keeps for backward, apart from parameters, buffers and inputs.
 
-    A storage counts once, however many views of it are kept; low copies of weights count.
+    A storage counts once, however many views of it are kept. Low copies of weights count where each forward makes its
+    own; copies that live between steps (the weight cache) are kept by the forward before as well, and do not.
     """
+    first, loss_before = _kept(candidate)
+    second, loss = _kept(candidate)  # while the first is alive: a freed tensor's address may be another's
+    loss_before.backward()
+    loss.backward()
+    candidate.model.zero_grad()
+    return sum(size for address, size in second.items() if address not in first)
+
+
+def _kept(candidate: Candidate) -> tuple[dict[int, int], Tensor]:
+    """Address and bytes of every storage kept by a forward, and its loss, which keeps them."""
     model = candidate.model
     known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *candidate.inputs)}
     kept: dict[int, int] = {}
@@ -24,10 +35,7 @@ def saved_bytes(candidate: Candidate) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = candidate.run_forward()
-    total = sum(kept.values())  # while ``loss`` holds the tensors: a freed one's address may be another's
-    loss.backward()
-    model.zero_grad()
-    return total
+    return kept, loss
 
 
 def peak_bytes(candidate: Candidate) -> int | None:
