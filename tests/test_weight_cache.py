@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mpcompile
+from mpcompile import torch_compat
 from mpcompile.options import Options
-from tests.helpers import Net
+from tests.helpers import Net, relative_error
 from tests.test_programs import mixprec
 from tests.weight_cache_tools import Refreshes, cached, copies, count_of, rounded
 
@@ -106,8 +107,14 @@ def train(make: Callable[[], nn.Module], **options: Any) -> tuple[list[Tensor], 
     return [*found, *(p.detach().clone() for p in model.parameters())], model
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "fp16", "loss_scale": 1024.0}, {"compiler": "reference"}], ids=str)
-@pytest.mark.parametrize("case", MODELS)
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in MODELS),
+    *((name, {"dtype": "fp16", "loss_scale": 1024.0}) for name in ("tied", "packed")),
+    ("two layers", {"compiler": "reference"}),
+]
+
+
+@pytest.mark.parametrize(("case", "options"), CASES, ids=str)
 def test_training_is_bitwise_what_it_is_without(case: str, options: dict[str, Any]) -> None:
     make, count = MODELS[case]
     expected, _ = train(make, **options)
@@ -254,7 +261,10 @@ def test_a_copy_made_in_inference_mode_serves_training() -> None:
 
 @pytest.mark.inductor
 def test_generated_code_computes_bitwise_what_it_does_without() -> None:
-    expected, _ = train(Tied, compiler="inductor")
-    found, model = train(Tied, compiler="inductor", weight_cache=True)
-    assert all(map(torch.equal, found, expected))
+    expected, _ = train(Net, compiler="inductor")
+    found, model = train(Net, compiler="inductor", weight_cache=True)
+    if torch_compat.elides_roundings():  # those of weights in each call, but not those of copies
+        assert all(relative_error(one, other) < 0.02 for one, other in zip(found, expected, strict=True))
+    else:
+        assert all(map(torch.equal, found, expected))
     assert count_of(model) == 2

@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import mpcompile
 from mpcompile import MixprecError, backend
+from mpcompile.execution import low_copies
 from tests.helpers import Net
 from tests.test_programs import mixprec
 from tests.weight_cache_tools import Refreshes, cached, copies, count_of, rounded
@@ -39,12 +41,9 @@ def data_replaced(net: Net) -> None:
     net.first.weight.data = torch.randn(16, 8)
 
 
-def data_replaced_and_back_at_the_same_address(net: Net) -> None:
-    weight = net.first.weight
-    before, address = weight.data.clone(), weight.data_ptr()
-    weight.data = before.double()
-    others = [torch.randn(16, 8) for _ in range(50)]  # one of them gets the memory that was freed
-    weight.data = next((other for other in others if other.data_ptr() == address), others[0])
+def data_replaced_while_the_old_lives(net: Net) -> None:
+    net.__dict__["kept"] = net.first.weight.data
+    net.first.weight.data = torch.randn(16, 8)
 
 
 def parameter_replaced(net: Net) -> None:
@@ -103,7 +102,7 @@ CHANGES: dict[str, Callable[[Net], None]] = {
     "copy_": copied_into,
     "copy_ in inference mode": copied_in_inference_mode,
     "data replaced": data_replaced,
-    "data replaced, the same address": data_replaced_and_back_at_the_same_address,
+    "data replaced, the old kept": data_replaced_while_the_old_lives,
     "parameter replaced": parameter_replaced,
     "parameter wrapped again": parameter_wrapped_again,
     "load_state_dict": loaded,
@@ -127,6 +126,32 @@ def test_a_change_is_followed(case: str) -> None:
         found = compiled(X)
         assert torch.equal(found, before) == (case == "nothing")
         assert torch.equal(found, rounded(net, X))
+
+
+def test_other_memory_at_the_same_address_is_a_change() -> None:
+    net, memory = Net(), np.random.default_rng(0).random((16, 8), dtype=np.float32)
+    net.first.weight.data = torch.from_numpy(memory)
+    address = net.first.weight.data_ptr()
+    compiled = cached(net)
+    with torch.no_grad():
+        compiled(X)
+        net.first.weight.data = torch.empty(0)  # the memory is given back,
+        memory *= 2  # used for something else,
+        net.first.weight.data = torch.from_numpy(memory)  # and given out again
+        assert net.first.weight.data_ptr() == address
+        assert torch.equal(compiled(X), rounded(net, X))
+
+
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float32])
+def test_a_copy_holds_rounded_values(held: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.randn(3, 4))
+    one = low_copies.copy_of(parameter, torch.bfloat16, held)
+    assert low_copies.copy_of(parameter, torch.bfloat16, held) is one
+    low_copies.refresh([one], [parameter])
+    assert one.value.dtype is held
+    assert torch.equal(one.value.float(), parameter.bfloat16().float())
+    assert one.is_fresh(parameter)
+    assert one.holds(parameter)
 
 
 def test_two_models_of_one_structure_share_code_and_no_copy() -> None:

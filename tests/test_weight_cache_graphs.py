@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from mpcompile import compiler, torch_compat
 from mpcompile.execution import cached_graph
@@ -17,7 +18,7 @@ from mpcompile.graph_inputs import GraphInputs
 from mpcompile.joint_pass import emulates
 from mpcompile.passes import Policy, run_passes
 from mpcompile.passes.emulation import emulate_low_products
-from mpcompile.passes.graph import EXACT, LOW_COPY, is_cast, parameter_name, viewed
+from mpcompile.passes.graph import EXACT, LOW_COPY, is_cast, is_view, parameter_name, viewed
 from tests.helpers import SCRIPT_HEAD, Net, calls, joint
 from tests.weight_cache_tools import cached
 
@@ -78,11 +79,22 @@ def test_a_copy_held_in_fp32_is_multiplied_as_it_is(held: torch.dtype) -> None:
     run_passes(gm, Policy())
     exact = [node for node in calls(gm) if EXACT in node.meta]
     assert len(exact) == (2 if held is torch.float32 else 0)
+    made = [node for node in calls(gm) if _origin(node) in ("copy_0", "copy_1")]
+    # What is made of a copy is made again in backward, so that the copy itself is saved: then torch sees it change.
+    assert len(made) > 2
+    assert all(node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE for node in made)
     emulate_low_products(gm, Policy())
     gm.graph.eliminate_dead_code()
     cast = [node for node in calls(gm) if is_cast(node) and viewed(node.args[0]).name in ("copy_0", "copy_1")]
     # Both in forward, and the last layer's in backward.
     assert len(cast) == (3 if held is torch.bfloat16 else 0)
+
+
+def _origin(node: fx.Node) -> str:
+    """The node below views and casts that round nothing."""
+    while is_view(node) or EXACT in node.meta:
+        node = node.args[0]
+    return node.name
 
 
 def with_copies(model: nn.Module, held: torch.dtype) -> fx.GraphModule:
