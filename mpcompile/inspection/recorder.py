@@ -25,6 +25,7 @@ from mpcompile.passes.graph import (
     op_name,
     parameter_name,
     source_line,
+    source_of_widening,
     subgraphs,
     tensor,
     user_op_name,
@@ -32,6 +33,7 @@ from mpcompile.passes.graph import (
 from mpcompile.passes.op_classes import OpClass, classify
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import PassResult
+from mpcompile.passes.wide_products import WIDE
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Recorder:
             op=op_name(node),
             user_op=user_op_name(node),
             op_class=classify(node.target).value,
-            inputs=tuple(_dtypes(node.all_input_nodes)),
+            inputs=tuple(_dtypes(_operands(node))),
             output=next(_dtypes([node]), ""),
             precision=decision.precision,
             rule=decision.rule,
@@ -150,7 +152,7 @@ class Recorder:
     @staticmethod
     def _is_low(node: fx.Node) -> bool:
         low = (torch.bfloat16, torch.float16)
-        return classify(node.target) is OpClass.LOW and any(dtype_of(source) in low for source in node.all_input_nodes)
+        return classify(node.target) is OpClass.LOW and any(dtype_of(source) in low for source in _operands(node))
 
 
 def _final(node: fx.Node, planned: Decision) -> Decision:
@@ -173,6 +175,13 @@ def snapshot(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _readers_of(gm: fx.GraphModule, attribute: str) -> list[fx.Node]:
     return [node for node in gm.graph.find_nodes(op="get_attr") if node.target == attribute]
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """What an operation reads; before widening, where low operands were widened for its kernel."""
+    if WIDE not in node.meta:
+        return node.all_input_nodes
+    return [source_of_widening(source) or source for source in node.all_input_nodes]
 
 
 def _direction(node: fx.Node, in_backward: bool) -> str:

@@ -37,7 +37,7 @@ from mpcompile.passes.low_copies import low_copy, note_low_copies
 from mpcompile.passes.op_classes import roles_of
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import Change, PassResult
-from mpcompile.passes.wide_products import EMULATED, leave_wide, leaves_wide
+from mpcompile.passes.wide_products import EMULATED, WIDE, leave_wide, leaves_wide
 
 # Below this many rows a matmul is so short that casting its weight again in backward costs more time than the
 # bytes of a saved copy are worth: a cast moves 6 bytes per weight, the matmul does 2 x rows operations per weight.
@@ -61,6 +61,8 @@ def insert_casts(gm: fx.GraphModule, policy: Policy) -> PassResult:
     roles = gradient_roles(gm.graph)
     changes: list[Change] = []
     for node, decision in plan_compute(gm, policy).items():
+        if WIDE in node.meta:
+            continue  # by an earlier run: it reads low operands, widened
         if decision.precision == "low":
             wide = leaves_wide(node, roles[node], policy, emulated=emulated)
             changes += _lower(node, narrowing, decision.reason)

@@ -115,7 +115,7 @@ def _is_kept(node: fx.Node, stage: dict[fx.Node, int], forward: set[fx.Node]) ->
         return True
     if _is_free(node) or (is_getitem(node) and fuses(node)):
         return False
-    if node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE:
+    if node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
         return False
     if not fuses(node) or packet_name(node.target) in _KEPT or torch.Tag.nondeterministic_seeded in _tags(node):
         return True

@@ -22,6 +22,9 @@ EMULATED = "mixprec_emulated"
 """Key of ``gm.meta`` of a graph for a device without instructions for the low type: its products are of widened low
 operands in fp32 kernels, and any of them can leave in fp32."""
 
+WIDE = "mixprec_wide"
+"""Key of ``node.meta`` of a product of low operands, widened in front of it, that leaves in fp32."""
+
 _PRODUCTS = frozenset("mm bmm addmm baddbmm convolution convolution_backward".split())
 
 
@@ -51,6 +54,7 @@ def leave_wide(node: fx.Node, widened: Callable[[fx.Node], fx.Node], *, emulated
         refresh(node)
         return "low operands, fp32 result straight from the GEMM"
     roles = roles_of(node.target)
+    node.meta[WIDE] = True
 
     def widen(name: str, value: Any) -> Any:
         if roles is not None and name not in roles.operands:
