@@ -60,7 +60,7 @@ class Decision:
 def plan_compute(gm: fx.GraphModule, policy: Policy) -> dict[fx.Node, Decision]:
     """Decide every operation of ``gm`` (its subgraphs are planned on their own)."""
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-    varying = _depends_on_input(gm.graph)
+    varying = depending_on_input(gm.graph)
     roles = gradient_roles(gm.graph)
     return {node: _decide(node, policy, varying, phases(node, roles)) for node in calls}
 
@@ -204,7 +204,7 @@ def _contraction(node: fx.Node, roles: Roles) -> Any:
     return size if isinstance(size, int) else None
 
 
-def _depends_on_input(graph: fx.Graph) -> set[fx.Node]:
+def depending_on_input(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that depend on a floating-point input or parameter of the graph."""
     reached: set[fx.Node] = set()
     for node in graph.nodes:

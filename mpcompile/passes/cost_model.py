@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from mpcompile.passes.compute_plan import depending_on_input
 from mpcompile.passes.exactness import sources
 from mpcompile.passes.fusion import fuses, stages
 from mpcompile.passes.graph import dtype_of, is_backward, is_cast, source_of_widening
@@ -94,6 +95,7 @@ class CostModel:
         self._low = low
         self._weights = weights
         self._kept = kept
+        self._varying = depending_on_input(graph)
         self._stage = stages(graph)
         self._partition = predict_partition(graph, self._stage)
         self._backward_side = self._partition.recomputed | {node for node in graph.nodes if is_backward(node)}
@@ -102,9 +104,15 @@ class CostModel:
         """What there is to decide about a node; None where it has no form but the one it has.
 
         Left alone: what is no fp32 value of the graph's own (inputs and parameters are in memory in fp32 whatever
-        happens), and what is read by more elements than it has: statistics, positions, biases.
+        happens), what depends on no floating-point input (positions), and what is read by more elements than it has
+        (statistics, biases). In fp16 also what no product reads, unless it is a selection of such values: nothing says
+        that it fits into fp16's range.
         """
-        if node.op != "call_function" or dtype_of(node) is not torch.float32 or is_moved(node) or is_cast(node):
+        if dtype_of(node) is not torch.float32 or is_moved(node) or is_cast(node):
+            return None
+        if node.op != "call_function" or node not in self._varying:
+            return None
+        if self._low is torch.float16 and not low_form(node) and sources(node, self._low) != []:
             return None
         readers = self._readers(node)
         may = readers.sooner + readers.later
