@@ -149,6 +149,8 @@ def test_logits_widened_by_the_model_are_not_cast_again() -> None:
     loss.backward()
     (report,) = mpcompile.reports(compiled)
     assert low_matmuls(compiled) == (1, 1)
-    # Forward: input and weight narrowed, logits widened once. Backward: the logits' gradient narrowed, one widened.
-    assert [(c.direction, c.after) for c in report.casts].count(("forward", "float32")) == 1
-    assert len(report.casts) == 5
+    # Forward: input and weight narrowed, logits widened once. Backward: the logits' gradient narrowed; the input and
+    # it widened, as operands of the weight's gradient on a device without bfloat16.
+    widened = [cast.value for cast in report.casts if cast.after == "float32"]
+    assert len(set(widened)) == len(widened) == 3
+    assert len(report.casts) == 6

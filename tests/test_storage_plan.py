@@ -1,6 +1,5 @@
 """storage_plan: what is chosen for whole models, and that it is the same every time."""
 
-import copy
 import time
 from typing import Any
 
@@ -71,15 +70,19 @@ def test_every_run_plans_alike(preset: str) -> None:
 
 
 def test_accurate_rounds_nothing_that_was_not_rounded() -> None:
-    gm = model_graph("ResNet")
-    plain = copy.deepcopy(gm)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    graphs = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        graphs.append(joint(model, torch.randn(6, 8, requires_grad=True)))
+    gm, plain = graphs
     generator = torch.Generator().manual_seed(0)
     fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     values = [torch.rand(tuple(v.shape), generator=generator).to(v.dtype) for v in fakes]
     assert run_passes(gm, Policy(preset="accurate"))[-1].changed
     run_passes(plain, Policy(preset="accurate"), BEFORE)
     pairs = list(zip(run_flat(gm, *values), run_flat(plain, *values), strict=True))
-    assert len(pairs) > 10
+    assert len(pairs) == 8
     assert all(torch.equal(found, expected) for found, expected in pairs)
 
 

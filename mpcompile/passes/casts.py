@@ -177,7 +177,8 @@ class _Narrowing:
     def widened(self, low: fx.Node) -> fx.Node:
         """A low value as an operand of an fp32 kernel."""
         if low not in self._wide:
-            self._wide[low] = insert_cast(low, torch.float32)
+            made = (user for user in low.users if CAST in user.meta and source_of_widening(user))
+            self._wide[low] = next(made, None) or insert_cast(low, torch.float32)
         return self._wide[low]
 
     def _make(self, node: fx.Node) -> fx.Node:

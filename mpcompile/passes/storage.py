@@ -10,7 +10,7 @@ from torch import fx
 
 from mpcompile.passes.cost_model import Value
 from mpcompile.passes.edit import insert_cast
-from mpcompile.passes.graph import op_name
+from mpcompile.passes.graph import CAST, op_name, source_of_widening
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.readers import low_form
 from mpcompile.passes.result import Change, PassResult
@@ -42,4 +42,5 @@ def store_low(gm: fx.GraphModule, policy: Policy) -> PassResult:
 
 def _rounded(value: Value, low: torch.dtype) -> fx.Node:
     narrow = low_form(value.node) or insert_cast(value.node, low)
-    return insert_cast(narrow, torch.float32)
+    widened = (user for user in narrow.users if CAST in user.meta and source_of_widening(user))
+    return next(widened, None) or insert_cast(narrow, torch.float32)
