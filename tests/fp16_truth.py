@@ -24,12 +24,17 @@ def fp16(values: Tensor) -> Tensor:
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """The fp16 matmul of what was rounded to fp16, after making sure that a sum in fp32 is exact."""
+    return fp16(accumulated(a, b, bias))
+
+
+def accumulated(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """That matmul before its result is rounded: how a weight gradient leaves."""
     a, b = fp16(a), fp16(b)
     bias = torch.zeros((), dtype=torch.float64) if bias is None else fp16(bias)
     sizes = [torch.where(torch.isfinite(value), value.abs(), 0.0) for value in (a, b, bias)]
     unit = min(_unit(sizes[0]) * _unit(sizes[1]), _unit(sizes[2]))
     assert (sizes[0] @ sizes[1] + sizes[2]).max() <= 2**24 * unit
-    return fp16(a @ b + bias)
+    return a @ b + bias
 
 
 def _unit(values: Tensor) -> float:
@@ -46,6 +51,12 @@ def assert_rounds_the_sum(found: Tensor, a: Tensor, b: Tensor) -> None:
     slack = a.shape[-1] * 2.0**-24 * 1.01 * (a.abs() @ b.abs())
     assert (fp16(a @ b - slack) <= found.double()).all()
     assert (found.double() <= fp16(a @ b + slack)).all()
+
+
+def assert_is_the_sum(found: Tensor, a: Tensor, b: Tensor) -> None:
+    """``found`` is a sum that fp32 may give for the product of two fp16 matrices, not rounded again."""
+    a, b = fp16(a), fp16(b)
+    assert ((found.double() - a @ b).abs() <= a.shape[-1] * 2.0**-24 * 1.01 * (a.abs() @ b.abs())).all()
 
 
 def same(found: Tensor, truth: Tensor) -> bool:
