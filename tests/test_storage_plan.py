@@ -136,5 +136,6 @@ def test_ten_thousand_nodes_are_planned_in_seconds(preset: str) -> None:
     run_passes(gm, Policy(preset=preset), BEFORE)
     assert len(gm.graph.nodes) > 9_000
     start = time.process_time()
-    assert plan_storage(gm, Policy(preset=preset))
+    plan = plan_storage(gm, Policy(preset=preset))
     assert time.process_time() - start < 5
+    assert bool(plan) == (preset != "accurate")  # nothing in it is exact in the low type

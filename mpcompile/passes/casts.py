@@ -61,9 +61,7 @@ def insert_casts(gm: fx.GraphModule, policy: Policy) -> PassResult:
     roles = gradient_roles(gm.graph)
     changes: list[Change] = []
     for node, decision in plan_compute(gm, policy).items():
-        if WIDE in node.meta:
-            continue  # by an earlier run: it reads low operands, widened
-        if decision.precision == "low":
+        if decision.precision == "low" and WIDE not in node.meta:  # as an earlier run left it
             wide = leaves_wide(node, roles[node], policy, emulated=emulated)
             changes += _lower(node, narrowing, decision.reason)
             if wide and KEPT not in node.meta:
