@@ -107,7 +107,7 @@ def test_values_that_are_left_alone(kind: str) -> None:
 def test_inputs_views_and_casts_are_no_values() -> None:
     gm, costs = model(lambda x, w: ((x @ w) * x.view(2, 8).sin().view(4, 4)).sin(), A, W)
     values = [node.name for node in gm.graph.nodes if costs.value(node) is not None]
-    assert values == ["sin", "mul"] or values == ["mul"]
+    assert values == ["sin", "mul"]
     assert all(costs.value(node) is None for node in gm.graph.nodes if node not in calls(gm))
 
 

@@ -101,7 +101,7 @@ def test_a_stage_is_that_of_the_longest_way() -> None:
 
 def test_the_results_of_a_kernel_come_after_it() -> None:
     found = by_name(lambda x: (x.sin().topk(2)[0].cos(), x.sin().split(2)[1].cos()), A)
-    assert (found["topk"], found["getitem"], found["cos"]) == (1, 2, 3) or found["cos"] == 2
+    assert (found["topk"], found["getitem"], found["cos"]) == (1, 2, 3)
     assert (found["split"], found["getitem_3"], found["cos_1"]) == (0, 0, 0)
 
 

@@ -133,7 +133,6 @@ def targets(gm: fx.GraphModule) -> list[tuple[str, torch.dtype]]:
 LOW_MM, WIDE_MM = ("aten.mm.default", torch.bfloat16), ("aten.mm.dtype", torch.float32)
 
 
-@pytest.mark.skipif(torch.version.hip is not None, reason="ROCm offers no such kernel")
 def test_on_a_gpu_the_gemm_itself_returns_fp32() -> None:
     gm = cuda_joint()
     results = run_passes(gm, BF16)
@@ -172,16 +171,12 @@ def test_an_fp16_weight_gradient_beyond_the_range_of_fp16_is_kept() -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**10])
-def test_with_loss_scaling_it_is_unscaled_in_fp32(scale: float) -> None:
-    x, w = torch.full((64, 2), 200.0), torch.randn(2, 2, requires_grad=True)
+def test_with_loss_scaling_it_leaves_its_product_wide_too() -> None:
     torch._dynamo.reset()
-    gm = joint(lambda x, w: x @ w, x, w, scaled=True, low=torch.float16)
+    gm = joint(lambda x, w: x @ w, torch.randn(64, 2), torch.randn(2, 2, requires_grad=True), scaled=True)
     gm.meta[EMULATED] = True
     run_passes(gm, FP16)
-    count = len(gm.graph.find_nodes(op="placeholder"))
-    assert count >= 4
-    assert wide(gm)[-1]
+    assert wide(gm) == [False, True]
 
 
 def test_reports_say_so() -> None:
