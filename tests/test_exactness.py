@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from mpcompile.passes.exactness import sources
+from mpcompile.passes.exactness import beyond_range, sources
 from tests.helpers import calls, trace
 
 LOW = torch.bfloat16
@@ -117,3 +117,26 @@ def test_all_wide_operands_have_to_be_stored() -> None:
 def test_masks_and_indices_do_not_count() -> None:
     node = last(lambda x, low: torch.where(x.sin() > 0.3, low.float(), 0.0), A, L)
     assert names(node) == []
+
+
+LEAST = torch.finfo(torch.float32).min
+BEYOND: dict[str, tuple[Callable[[Tensor], Any], bool, bool]] = {
+    # whether the result may be beyond the range of bf16, and of fp16
+    "fill": (lambda y: y.tanh().masked_fill(y > 0, LEAST), True, True),
+    "fill and a sum": (lambda y: y + torch.where(y > 0, LEAST, 0.0), True, True),
+    "fill in fp16's range": (lambda y: y.tanh().masked_fill(y > 0, -1e4), False, False),
+    "large fill": (lambda y: y.tanh().masked_fill(y > 0, -1e9), False, True),
+    "large factor": (lambda y: (y * 1e6).view(2, 8).t(), False, True),
+    "infinity": (lambda y: y.masked_fill(y > 0, -float("inf")), False, False),
+    "behind a reduction": (lambda y: (y + torch.where(y > 0, LEAST, 0.0)).sum(0), False, False),
+    "a slice to the end": (lambda y: y.tanh()[1:], False, False),
+}
+
+
+@pytest.mark.parametrize("case", BEYOND)
+def test_constants_beyond_the_range_of_the_low_type(case: str) -> None:
+    fn, in_bf16, in_fp16 = BEYOND[case]
+    gm = trace(fn, A)
+    result = calls(gm)[-1]
+    assert (result in beyond_range(gm.graph, torch.bfloat16)) is in_bf16
+    assert (result in beyond_range(gm.graph, torch.float16)) is in_fp16

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mpcompile.passes.compute_plan import depending_on_input
-from mpcompile.passes.exactness import sources
+from mpcompile.passes.exactness import beyond_range, sources
 from mpcompile.passes.fusion import fuses, stages
 from mpcompile.passes.graph import dtype_of, is_backward, is_cast, source_of_widening
 from mpcompile.passes.minimum_cut import NEVER
@@ -96,6 +96,7 @@ class CostModel:
         self._weights = weights
         self._kept = kept
         self._varying = depending_on_input(graph)
+        self._beyond = beyond_range(graph, low)
         self._stage = stages(graph)
         self._partition = predict_partition(graph, self._stage)
         self._backward_side = self._partition.recomputed | {node for node in graph.nodes if is_backward(node)}
@@ -104,13 +105,13 @@ class CostModel:
         """What there is to decide about a node; None where it has no form but the one it has.
 
         Left alone: what is no fp32 value of the graph's own (inputs and parameters are in memory in fp32 whatever
-        happens), what depends on no floating-point input (positions), and what is read by more elements than it has
-        (statistics, biases). In fp16 also what no product reads, unless it is a selection of such values: nothing says
-        that it fits into fp16's range.
+        happens), what depends on no floating-point input (positions), what is read by more elements than it has
+        (statistics, biases), and what may hold a number beyond the low type's range. In fp16 also what no product
+        reads, unless it is a selection of such values: nothing says that it fits into fp16's range.
         """
         if dtype_of(node) is not torch.float32 or is_moved(node) or is_cast(node):
             return None
-        if node.op != "call_function" or node not in self._varying:
+        if node.op != "call_function" or node not in self._varying or node in self._beyond:
             return None
         if self._low is torch.float16 and not low_form(node) and sources(node, self._low) != []:
             return None

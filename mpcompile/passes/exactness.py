@@ -1,4 +1,4 @@
-"""Which values the low type holds exactly, because nothing but selections lies between them and low values."""
+"""Which values the low type holds exactly, since only selections lie between them and low values; which it cannot."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from mpcompile.passes.graph import dtype_of, packet_name, source_of_widening
+from mpcompile.passes.op_classes import OpClass, classify
 from mpcompile.passes.readers import origin
 
 _SELECTIONS = frozenset(
@@ -15,6 +16,8 @@ _SELECTIONS = frozenset(
 max_pool2d_with_indices _low_memory_max_pool_with_offsets""".split()
 )
 """Operations that round nothing: every element of the result is one of the operands', its negative, or a constant."""
+
+_FILLS = frozenset("full full_like scalar_tensor masked_fill".split())
 
 
 def sources(node: fx.Node, low: torch.dtype) -> list[fx.Node] | None:
@@ -35,6 +38,29 @@ def _is_exact_already(node: fx.Node, low: torch.dtype) -> bool:
     return packet_name(node.target) in ("full", "zeros", "ones", "scalar_tensor") and _holds_exact_numbers(node, low)
 
 
+def beyond_range(graph: fx.Graph, low: torch.dtype) -> set[fx.Node]:
+    """Values that may hold a finite number which is infinite in the low type: a mask of -3.4e38, what it is added to.
+
+    Known by a constant, and followed through elementwise operations and selections.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        begins = any(torch.finfo(low).max < abs(number) < math.inf for number in _numbers(node))
+        carries = classify(node.target) in (OpClass.FOLLOW, OpClass.EXACT)
+        if begins or (carries and any(source in found for source in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
 def _holds_exact_numbers(node: fx.Node, low: torch.dtype) -> bool:
+    return all(math.isnan(number) or torch.tensor(number, dtype=low).item() == number for number in _numbers(node))
+
+
+def _numbers(node: fx.Node) -> list[float]:
+    """The numbers that an operation computes with (an integer is one only where it fills: most are dimensions)."""
     numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, float)]
-    return all(math.isnan(number) or torch.tensor(number, dtype=low).item() == number for number in numbers)
+    if packet_name(node.target) in _FILLS:
+        numbers += [float(arg) for arg in node.args if isinstance(arg, int)]
+    return numbers

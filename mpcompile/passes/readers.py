@@ -65,16 +65,16 @@ def reads_unrounded(reader: fx.Node, kept: set[fx.Node]) -> bool:
     """Whether a reader must see a value before rounding, itself or through views of it.
 
     Outputs, the user's own casts, sums and statistics, comparisons and rankings, products (what they read in fp32 is
-    no operand: a mask, a statistic of attention), and the operations in ``kept``: those that the compute plan keeps in
-    fp32 (a router, an island).
+    no operand: a mask, a statistic of attention), operators that are not known, and the operations in ``kept``: those
+    that the compute plan keeps in fp32 (a router, an island).
     """
     if not is_computed(reader):
         return True
     if is_moved(reader):
         return any(reads_unrounded(user, kept) for user in reader.users)
     name = packet_name(reader.target)
-    is_product = classify(reader.target) is OpClass.LOW
-    return is_product or name in RANKING_OPS or name in STATISTICS or reader in kept
+    takes_as_traced = classify(reader.target) in (OpClass.LOW, OpClass.OPAQUE)
+    return takes_as_traced or name in RANKING_OPS or name in STATISTICS or reader in kept
 
 
 def accumulates(reader: fx.Node) -> bool:
