@@ -137,6 +137,33 @@ def test_a_residual_stream_is_stored_low_only_under_fast(residual: str) -> None:
     assert reads_low_copy(fast, "add")
 
 
+def test_what_may_be_beyond_the_range_of_the_low_type_keeps_fp32() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, least: float) -> Any:
+        return later(y := x.tanh().masked_fill(x > 0, least), w), y.cos()
+
+    kept = shared(lambda x, w: fn(x, w, torch.finfo(torch.float32).min), A, W, policy=FAST)  # infinite in bf16
+    assert [is_cast(source) for source in call(kept, "cos").all_input_nodes] == [False]
+    stored = shared(lambda x, w: fn(x, w, -1e9), A, W, policy=FAST)
+    assert [is_cast(source) for source in call(stored, "cos").all_input_nodes] == [True]
+
+
+@torch.library.custom_op("tests_storage::seen", mutates_args=())
+def seen(x: torch.Tensor) -> torch.Tensor:
+    """An operator that no table knows."""
+    return x.clone()
+
+
+@seen.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_unknown_operator_reads_what_it_was_traced_with() -> None:
+    gm = shared(lambda x, w: (later(y := x.tanh(), w), seen(y)), A, W, policy=FAST)
+    (reader,) = [node for node in calls(gm) if "seen" in str(node.target)]
+    assert [source.name for source in reader.all_input_nodes] == ["tanh"]
+
+
 def test_outputs_keep_the_unrounded_value() -> None:
     gm = shared(lambda x, w: (later(y := x.tanh(), w), y, y.view(16)), A, W, policy=FAST)
     assert reads_low_copy(gm, calls(gm, "mul")[0])
