@@ -111,10 +111,11 @@ def with_copies(model: nn.Module, held: torch.dtype) -> fx.GraphModule:
 
 
 def test_the_copies_are_in_the_cache_key() -> None:
-    facts: dict[str, Any] = {"parameters": {0: "w"}, "beyond_range": frozenset(), "wide_gradients": frozenset()}
-    without = GraphInputs(**facts, slots={}, count=2)
-    keys = [GraphInputs(**facts, slots={}, count=2, copies={0: low}).key() for low in (torch.bfloat16, torch.float16)]
-    assert len({without.key(), *keys}) == 3
+    facts: dict[str, Any] = {"parameters": {0: "w"}, "weights": frozenset((0,)), "slots": {}, "count": 2}
+    facts |= {"beyond_range": frozenset(), "wide_gradients": frozenset()}
+    keys = [GraphInputs(**facts, copies={0: low}).key() for low in (torch.bfloat16, torch.float16)]
+    assert len({GraphInputs(**facts).key(), *keys}) == 3
+    assert GraphInputs(**facts).key() != GraphInputs(**{**facts, "weights": frozenset()}).key()
 
 
 def test_the_trailing_inputs_are_scale_probe_and_copies() -> None:
