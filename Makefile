@@ -12,8 +12,8 @@ help: ## print this list
 demo: .venv/.ready ## train a small GPT with the mixprec backend
 	$(BIN)/python examples/train_gpt.py --quick
 
-test: .venv/.ready ## run the tests, without those marked slow
-	$(BIN)/python -m pytest -q
+test: .venv/.ready ## run the tests, without those marked slow, two files at a time
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: .venv/.ready ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check .
