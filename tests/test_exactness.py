@@ -140,3 +140,14 @@ def test_constants_beyond_the_range_of_the_low_type(case: str) -> None:
     result = calls(gm)[-1]
     assert (result in beyond_range(gm.graph, torch.bfloat16)) is in_bf16
     assert (result in beyond_range(gm.graph, torch.float16)) is in_fp16
+
+
+def test_a_mask_that_comes_in_as_an_input_may_be_beyond_range() -> None:
+    def fn(x: Tensor, mask: Tensor) -> Any:
+        scores = x @ x
+        return scores + mask, scores * mask, (scores + mask).softmax(-1).sin(), scores + x
+
+    gm = trace(fn, A, torch.zeros(4))
+    found = {node.name for node in beyond_range(gm.graph, torch.bfloat16)}
+    assert {"add", "add_1"} <= found
+    assert not {"mul", "sin", "add_2"} & found  # a product, behind a softmax, of as many elements

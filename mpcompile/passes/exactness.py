@@ -7,9 +7,10 @@ import math
 import torch
 from torch import fx
 
-from mpcompile.passes.graph import dtype_of, packet_name, source_of_widening
+from mpcompile.passes.graph import dtype_of, is_backward, packet_name, parameter_name, source_of_widening
 from mpcompile.passes.op_classes import OpClass, classify
 from mpcompile.passes.readers import origin
+from mpcompile.passes.saved_values import elements
 
 _SELECTIONS = frozenset(
     """relu neg abs amax amin maximum minimum where cat stack gather index index_select constant_pad_nd flip roll repeat
@@ -17,6 +18,7 @@ max_pool2d_with_indices _low_memory_max_pool_with_offsets""".split()
 )
 """Operations that round nothing: every element of the result is one of the operands', its negative, or a constant."""
 
+_SUMS = frozenset(("add", "sub"))
 _FILLS = frozenset("full full_like scalar_tensor masked_fill".split())
 
 
@@ -41,17 +43,36 @@ def _is_exact_already(node: fx.Node, low: torch.dtype) -> bool:
 def beyond_range(graph: fx.Graph, low: torch.dtype) -> set[fx.Node]:
     """Values that may hold a finite number which is infinite in the low type: a mask of -3.4e38, what it is added to.
 
-    Known by a constant, and followed through elementwise operations and selections.
+    Known by a constant, or by an input that is added to more elements than it has, as masks are; followed through
+    selections, sums and scaling.
     """
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        begins = any(torch.finfo(low).max < abs(number) < math.inf for number in _numbers(node))
-        carries = classify(node.target) in (OpClass.FOLLOW, OpClass.EXACT)
-        if begins or (carries and any(source in found for source in node.all_input_nodes)):
+        begins = any(torch.finfo(low).max < abs(number) < math.inf for number in _numbers(node)) or _adds_a_mask(node)
+        if begins or (_carries(node) and any(source in found for source in node.all_input_nodes)):
             found.add(node)
     return found
+
+
+def _adds_a_mask(node: fx.Node) -> bool:
+    if packet_name(node.target) not in _SUMS:
+        return False
+    inputs = [source for source in map(origin, node.all_input_nodes) if source.op == "placeholder"]
+    return any(
+        dtype_of(source) is torch.float32
+        and not (parameter_name(source) or is_backward(source))
+        and elements(source) < elements(node)
+        for source in inputs
+    )
+
+
+def _carries(node: fx.Node) -> bool:
+    """Whether a large operand makes a large result."""
+    name = packet_name(node.target)
+    is_scaling = name in ("mul", "div") and len(node.all_input_nodes) == 1
+    return is_scaling or name in _SUMS or classify(node.target) is OpClass.EXACT
 
 
 def _holds_exact_numbers(node: fx.Node, low: torch.dtype) -> bool:
