@@ -63,7 +63,7 @@ def test_a_call_on_fake_tensors_uses_the_examples_and_makes_no_flags() -> None:
     graph(fake)
     ((found, scale, probe),) = seen
     assert (found is fake, scale is examples[0], probe is examples[1]) == (True, True, True)
-    assert graph._flags == {}
+    assert graph._collectors == {}
 
 
 # Whose flags.
@@ -74,7 +74,7 @@ def test_models_that_share_a_graph_have_flags_of_their_own(graphs: list[ScaledGr
     losses = [scaled(model)(batch()).square().mean() for model in (first, second)]
     (losses[0] + losses[1] * HUGE).backward()
     assert len(graphs) == 1
-    assert len(graphs[0]._flags) == 2
+    assert len(graphs[0]._collectors) == 2
     assert overflowed(first) == []
     assert "up.weight" in overflowed(second)
 

@@ -25,13 +25,13 @@ def test_nothing_is_left_of_a_model_that_is_gone(graphs: list[ScaledGraph]) -> N
     assert len(watching._watched) == before + 4
     references = [weakref.ref(value) for value in (model, *model.parameters())]
     (graph,) = graphs
-    flags = [weakref.ref(value) for value in graph._flags.values()]
+    flags = [weakref.ref(value.flags) for value in graph._collectors.values()]
     assert len(flags) == 1
     del model, compiled, optimizer
     gc.collect()
     assert [reference() for reference in references] == [None] * 5
     assert len(watching._watched) == before
-    assert graph._flags == {}
+    assert graph._collectors == {}
     assert flags[0]() is None
 
 
@@ -40,10 +40,10 @@ def test_what_a_graph_knows_of_one_model_outlives_another(graphs: list[ScaledGra
     for model in (kept, gone):
         scaled(model)(batch()).square().mean().backward()
     (graph,) = graphs
-    assert len(graph._flags) == 2
+    assert len(graph._collectors) == 2
     del model, gone
     gc.collect()
-    assert len(graph._flags) == 1
+    assert len(graph._collectors) == 1
     (scaled(kept)(batch()).square().mean() * HUGE).backward()
     assert "up.weight" in overflowed(kept)
 
@@ -69,4 +69,4 @@ def test_models_made_one_after_the_other_leave_one_graph_without_their_flags(gra
         del model
     gc.collect()
     assert len(watching._watched) == before
-    assert [len(graph._flags) for graph in graphs] == [0] * len(graphs)
+    assert [len(graph._collectors) for graph in graphs] == [0] * len(graphs)

@@ -46,11 +46,11 @@ class ScaledGraph:
         self._device = examples[0].device
         self._find_owner = find_owner
         self._probe = make_probe(len(slots), self._device)
-        self._flags: dict[tuple[int, ...], Flags] = {}
+        self._collectors: dict[tuple[int, ...], _Collector] = {}
         self._select: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
         self._others: list[int] = []
         """Positions of the differentiable inputs that are no parameters: activations, and leaves of the user's."""
-        self._probe_position: dict[type, int | None] = {}
+        self._backward = _Backward(self._probe)
 
     def __call__(self, *args: Any) -> Any:
         """Run forward; the backward of what it returns reports to the flags of the parameters among ``args``."""
@@ -61,13 +61,12 @@ class ScaledGraph:
         key = tuple(map(id, self._select(args)))
         if self._others:
             key += tuple(id(args[position]) for position in self._others if args[position].is_leaf)
-        flags = self._flags.get(key or (id(self._find_owner()[0]),))
-        if flags is None:
-            flags = self._bind(key, args)
-        outputs = self._compiled(*args, flags.runtime.scale_on(self._device), self._probe)
-        if not any([self._collect(node, flags) for node in backward_nodes(outputs)]):
-            for node in backward_nodes(args):  # a result may have been written into an input
-                self._collect(node, flags)
+        collector = self._collectors.get(key or (id(self._find_owner()[0]),))
+        if collector is None:
+            collector = self._bind(key, args)
+        outputs = self._compiled(*args, collector.flags.runtime.scale_on(self._device), self._probe)
+        if not self._hook_known(outputs, collector):
+            self._hook_found(outputs, args, collector)
         return outputs
 
     def _look_at(self, args: Sequence[Any]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -79,49 +78,93 @@ class ScaledGraph:
             return operator.itemgetter(*telling)
         return lambda args: tuple(args[i] for i in telling)
 
-    def _bind(self, key: tuple[int, ...], args: Sequence[Any]) -> Flags:
+    def _bind(self, key: tuple[int, ...], args: Sequence[Any]) -> _Collector:
         runtime, model = self._find_owner()
         names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
         key = key or (id(runtime),)
-        flags = self._flags[key] = Flags(runtime, self._device)
+        flags = Flags(runtime, self._device)
+        collector = self._collectors[key] = _Collector(flags, self._backward)
         for slot, (position, name) in enumerate(self._slots.items()):
             parameter = args[position]
             if parameter.is_leaf:
                 flags.belong_to(parameter, watch(parameter, names.get(id(parameter), name), runtime), slot)
-                weakref.finalize(parameter, self._flags.pop, key, None).atexit = False
-        return flags
+                weakref.finalize(parameter, self._collectors.pop, key, None).atexit = False
+        return collector
 
-    def _collect(self, node: Any, flags: Flags) -> bool:
-        """Take the probe's gradient by a hook on backward (``torch.autograd.grad`` would not accumulate it).
+    def _hook_known(self, outputs: Sequence[Any], collector: _Collector) -> bool:
+        """Hook the nodes of this graph right behind ``outputs``; False where there are none, or others too.
 
-        False where ``node`` is not of this graph.
+        The common case, and every call pays for it: a few microseconds.
         """
-        kind = type(node)  # each compiled graph has a class of its own
-        if kind not in self._probe_position:
-            self._probe_position[kind] = _position_of(self._probe, node)
-        position = self._probe_position[kind]
-        if position is None:
+        hooked: Any = None
+        known: Any = self._backward.kind
+        for output in outputs:
+            node: Any = output.grad_fn if isinstance(output, Tensor) else None
+            if node is None or node is hooked:
+                continue
+            if type(node) is not known:
+                return False
+            node.register_hook(collector)
+            hooked = node
+        return hooked is not None
+
+    def _hook_found(self, outputs: Sequence[Any], args: Sequence[Any], collector: _Collector) -> None:
+        """Hook the nodes of this graph that are behind views, or behind an input that a result was written into."""
+        if not any([self._hook(node, collector) for node in backward_nodes(outputs)]):
+            for node in backward_nodes(args):
+                self._hook(node, collector)
+
+    def _hook(self, node: Any, collector: _Collector) -> bool:
+        """Hook a node; False where it is not of this graph."""
+        if not self._backward.is_of(node):
             return False
-
-        def take(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-            found = gradients[position]
-            if found is not None:
-                leaf = flags.a_leaf()
-                flags.add(found, number_of_backward(), accumulates=leaf is not None and accumulates(leaf))
-            return (*gradients[:position], None, *gradients[position + 1 :])
-
-        node.register_hook(take)
+        node.register_hook(collector)
         return True
+
+
+class _Backward:
+    """The backward of one compiled graph, as autograd's nodes of it show it."""
+
+    def __init__(self, probe: Tensor) -> None:
+        self._probe = probe
+        self.kind: type | None = None
+        """Each compiled graph has a class of nodes of its own; None before the first one."""
+        self._position = 0
+
+    def is_of(self, node: Any) -> bool:
+        """Whether ``node`` is of this graph: the probe is among its inputs."""
+        if self.kind is None:
+            functions = [getattr(function, "variable", None) for function, _ in node.next_functions]
+            position = next((i for i, leaf in enumerate(functions) if leaf is self._probe), None)
+            if position is None:
+                return False
+            self.kind, self._position = type(node), position
+        return type(node) is self.kind
+
+    def without_flags(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """The gradients that a node computed, without the probe's."""
+        return (*gradients[: self._position], None, *gradients[self._position + 1 :])
+
+    def flags_among(self, gradients: tuple[Tensor | None, ...]) -> Tensor | None:
+        """The probe's gradient among those that a node computed."""
+        return gradients[self._position]
+
+
+class _Collector:
+    """A hook on backward that takes the probe's gradient (``torch.autograd.grad`` would not accumulate it)."""
+
+    def __init__(self, flags: Flags, backward: _Backward) -> None:
+        self.flags = flags
+        self._backward = backward
+
+    def __call__(self, gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        found = self._backward.flags_among(gradients)
+        if found is not None:
+            leaf = self.flags.a_leaf()
+            self.flags.add(found, number_of_backward(), accumulates=leaf is not None and accumulates(leaf))
+        return self._backward.without_flags(gradients)
 
 
 def make_probe(slots: int, device: torch.device) -> Tensor:
     """The input whose gradient is the flags: fp32 [slots], never read."""
     return torch.zeros(slots, device=device, requires_grad=True)
-
-
-def _position_of(leaf: Tensor, node: Any) -> int | None:
-    """Which of the gradients of ``node`` is that of ``leaf``."""
-    for position, (function, _) in enumerate(node.next_functions):
-        if getattr(function, "variable", None) is leaf:
-            return position
-    return None
