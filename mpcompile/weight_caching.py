@@ -11,6 +11,7 @@ from torch import fx
 
 from mpcompile.execution.cached_graph import Cached, CachedGraph
 from mpcompile.graph_inputs import GraphInputs
+from mpcompile.passes.matmul_weights import single_row_weights
 from mpcompile.torch_compat import add_input
 
 
@@ -24,21 +25,21 @@ class WeightCaching:
     """Examples of the copies, to compile with."""
 
     @classmethod
-    def attach(
-        cls, graph: fx.GraphModule, inputs: GraphInputs, *, held: torch.dtype | None, strict: bool
-    ) -> WeightCaching:
+    def attach(cls, graph: fx.GraphModule, inputs: GraphInputs, *, emulated: bool, strict: bool) -> WeightCaching:
         """Give ``graph`` one input for each copy.
 
-        ``held``: the dtype to hold rounded values in, where it is not the low type: fp32 on a device that multiplies in
-        fp32, so that no call has to widen a copy.
+        ``emulated``: the device multiplies in fp32. Then the copies hold rounded values in fp32, and no call has to
+        widen them; but for those that single rows are multiplied with, in the low type (see ``passes.emulation``).
         """
         placeholders = graph.graph.find_nodes(op="placeholder")
+        as_low = set() if torch.is_grad_enabled() else single_row_weights(graph)
         copied, state = [], []
         for position, low in inputs.copies.items():
+            held = torch.float32 if emulated and placeholders[position] not in as_low else low
             value = placeholders[position].meta["example_value"]
             # Of the parameter's strides, and never read.
-            example = torch.empty_strided(value.shape, value.stride(), dtype=held or low, device=value.device)
-            copied.append(Cached(position, inputs.parameters[position], low, held or low))
+            example = torch.empty_strided(value.shape, value.stride(), dtype=held, device=value.device)
+            copied.append(Cached(position, inputs.parameters[position], low, held))
             state.append(add_input(graph, f"low_copy_{position}", example, static=True))
         return cls(tuple(copied), strict, tuple(state))
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from mpcompile import joint_pass
@@ -99,6 +100,34 @@ def test_backward_of_convolution_and_attention() -> None:
         assert torch.bfloat16 not in operand_dtypes(call(gm, name)), name
     assert layouts(gm) == before
     assert {dtype for node in calls(gm) for dtype in dtypes(gm)[node.name]} >= {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    ("rows", "along", "emulated"), [(1, True, False), (2, True, True), (1, False, True)], ids=["row", "rows", "across"]
+)
+def test_the_product_of_one_row_with_what_lies_along_it_keeps_its_low_kernel(
+    dtype: torch.dtype, rows: int, along: bool, emulated: bool
+) -> None:
+    x, b = torch.randn(rows, 64), torch.randn(32)
+    w = torch.randn(32, 64).t() if along else torch.randn(64, 32)
+    gm = trace(torch.addmm, b, x, w)
+    run_passes(gm, Policy(dtype=dtype))
+    assert emulate(gm, dtype) == (["emulated"] if emulated else [])
+    product = call(gm, "addmm")
+    assert operand_dtypes(product) == {torch.float32 if emulated else dtype}
+    # Whichever kernel it is: rounded operands, a sum in fp32, and one rounding of the result.
+    low = [value.to(dtype).double() for value in (b, x, w)]
+    exact, size = torch.addmm(*low), torch.addmm(*(value.abs() for value in low))
+    unit = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-11
+    result = run_flat(gm, b, x, w)[0].double()
+    assert ((result - exact).abs() <= unit * exact.abs() + 65 * 2.0**-24 * size).all()
+
+
+def test_a_dynamic_number_of_rows_is_emulated() -> None:
+    gm = make_fx(lambda x, w: x @ w.t(), tracing_mode="symbolic")(torch.randn(3, 4), torch.randn(5, 4))
+    run_passes(gm, Policy())
+    assert emulate(gm) == ["emulated"]
 
 
 @pytest.mark.inductor

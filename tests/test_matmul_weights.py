@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpcompile.passes import Policy
 from mpcompile.passes.intent import Scope, read_intent
-from mpcompile.passes.matmul_weights import matmul_weights
+from mpcompile.passes.matmul_weights import matmul_weights, single_row_weights
 from mpcompile.torch_compat import parameters_of
 
 
@@ -78,3 +78,35 @@ def test_what_a_rule_keeps_in_fp32_is_not_read() -> None:
     policy = Policy(fp32=("op:linear",))
     assert not read_by(READ["linear"], torch.randn(4, 4), policy)
     assert read_by(READ["matmul"], torch.randn(4, 4), policy)
+
+
+def read_by_one_row(call: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) -> bool:
+    """Whether products of one row are all that reads the weight, the last of ``inputs``."""
+    found: list[bool] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        names = parameters_of(gm, {})
+        found.append(any(names.get(node.name) == "weight" for node in single_row_weights(gm)))
+        return gm.forward
+
+    *others, weight = inputs
+    function = torch.compile(lambda *values, weight: call(*values, weight), backend=backend, dynamic=dynamic)
+    function(*others, weight=nn.Parameter(weight))
+    return any(found)
+
+
+def test_products_of_one_row_are_told_from_others() -> None:
+    w = torch.randn(4, 4)
+    assert read_by_one_row(F.linear, torch.randn(1, 4), w)
+    assert read_by_one_row(F.linear, torch.randn(4), w)
+    assert read_by_one_row(lambda x, w: F.linear(x, w, x[0, 0]), torch.randn(1, 1, 4), w)
+    assert not read_by_one_row(F.linear, torch.randn(2, 4), w)
+    assert not read_by_one_row(F.linear, torch.randn(2, 4), w, dynamic=True)
+    assert not read_by_one_row(torch.mm, torch.randn(1, 4), w)  # reads across the rows of the matrix
+
+
+def test_a_weight_that_something_else_reads_is_not_of_one_row() -> None:
+    x, w = torch.randn(1, 4), torch.randn(4, 4)
+    assert not read_by_one_row(lambda x, y, w: (F.linear(x, w), F.linear(y, w)), x, torch.randn(3, 4), w)
+    assert not read_by_one_row(lambda x, w: F.linear(x, w) + w.sum(), x, w)
+    assert not read_by_one_row(lambda x, w: F.linear(w, x), x, w)  # the row is the matrix there

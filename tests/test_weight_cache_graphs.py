@@ -20,7 +20,7 @@ from mpcompile.passes import Policy, run_passes
 from mpcompile.passes.emulation import emulate_low_products
 from mpcompile.passes.graph import EXACT, LOW_COPY, is_cast, is_view, parameter_name, viewed
 from tests.helpers import SCRIPT_HEAD, Net, calls, joint
-from tests.weight_cache_tools import cached
+from tests.weight_cache_tools import cached, copies, rounded
 
 X = torch.linspace(-1, 1, 40).view(5, 8)
 
@@ -140,6 +140,22 @@ def test_a_model_under_fsdp_has_no_copies() -> None:
     assert torch_compat.is_sharded(net)
     assert not torch_compat.is_sharded(Net())
     assert not torch_compat.is_sharded(None)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(("rows", "held"), [(1, torch.bfloat16), (3, torch.float32)])
+def test_inference_on_one_row_reads_copies_in_the_low_type(rows: int, held: torch.dtype) -> None:
+    net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+    x = torch.randn(rows, 64)
+    compiled = torch.compile(net, backend="mixprec", options={"dtype": "bf16", "weight_cache": True})
+    with torch.no_grad():
+        output = compiled(x)
+    assert {copy.value.dtype for copy in copies() if copy.is_of(net[0].weight) or copy.is_of(net[2].weight)} == {held}
+    assert torch.equal(output, rounded(net.requires_grad_(False), x, compiler="inductor"))
+    exact = net.double()(x.double())
+    # Two layers in a row, with operands and results rounded by 2^-8 at most, relative to sums of magnitudes.
+    magnitude = net[2].weight.abs() @ (net[0].weight.abs() @ x.abs().double().t() + net[0].bias.abs()[:, None])
+    assert ((output - exact).abs().t() <= 6 * 2**-8 * (magnitude + net[2].bias.abs()[:, None])).all()
 
 
 PROCESS = """options = {"dtype": "bf16", "weight_cache": True}

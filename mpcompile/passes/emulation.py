@@ -13,11 +13,14 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from mpcompile.passes.edit import insert_after, insert_cast, refresh, replace_arguments
-from mpcompile.passes.graph import aten, dtype_of, is_getitem, op_name, tensor
+from mpcompile.passes.graph import aten, dtype_of, is_getitem, op_name, packet_name, tensor
 from mpcompile.passes.low_copies import exact_source
 from mpcompile.passes.op_classes import OpClass, classify, roles_of
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import Change, PassResult
+
+_MATRICES = {"mm": slice(0, 2), "addmm": slice(1, 3)}
+"""Which arguments of a product are its matrices."""
 
 
 def emulate_low_products(gm: fx.GraphModule, policy: Policy, *, elides_roundings: bool = False) -> PassResult:
@@ -29,8 +32,9 @@ def emulate_low_products(gm: fx.GraphModule, policy: Policy, *, elides_roundings
 
     Legal because widening is exact and a low kernel accumulates in fp32 and rounds once. Runs on the forward and the
     backward graph after partitioning, so what is saved between them stays low. Leaves alone: operations with fp32
-    operands, and operators outside the table (a custom kernel decides for itself). ``elides_roundings``: the code
-    generator drops a narrowing that is followed by a widening in the same kernel; it is kept from seeing the pair.
+    operands, operators outside the table (a custom kernel decides for itself), and the product of one row with a matrix
+    that is read along its rows. ``elides_roundings``: the code generator drops a narrowing that is followed by a
+    widening in the same kernel; it is kept from seeing the pair.
     """
     changes = []
     wide: dict[fx.Node, fx.Node] = {}
@@ -38,12 +42,27 @@ def emulate_low_products(gm: fx.GraphModule, policy: Policy, *, elides_roundings
         roles = roles_of(node.target) if node.op == "call_function" else None
         if roles is None or classify(node.target) is not OpClass.LOW:
             continue
-        if not any(dtype_of(source) is policy.dtype for source in node.all_input_nodes):
+        if not any(dtype_of(source) is policy.dtype for source in node.all_input_nodes) or _is_of_one_row(node):
             continue
         _widen_operands(node, roles.operands, policy.dtype, wide)
         _round_results(node, roles.outputs, policy.dtype, elides_roundings)
         changes.append(Change(node.name, op_name(node), str(policy.dtype)[6:], "float32", "emulated"))
     return PassResult("emulate_low_products", tuple(changes))
+
+
+def _is_of_one_row(node: fx.Node) -> bool:
+    """Whether a product is bound by the reading of a matrix, which torch's own low kernel reads in half the bytes.
+
+    That kernel needs no instructions for the low type: every element is widened as it is read and summed in fp32. It is
+    fast where the elements that are summed lie side by side, and a hundred times too slow where they do not.
+    """
+    names = _MATRICES.get(packet_name(node.target))
+    if names is None:
+        return False
+    row, matrix = (tensor(operand) for operand in node.args[names])
+    if row is None or matrix is None or row.dtype is not matrix.dtype:
+        return False
+    return all(isinstance(size, int) and size == 1 for size in (row.shape[0], row.stride(1), matrix.stride(0)))
 
 
 def _widen_operands(node: fx.Node, operands: tuple[str, ...], low: torch.dtype, wide: dict[fx.Node, fx.Node]) -> None:

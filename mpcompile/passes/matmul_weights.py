@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from mpcompile.passes.graph import subgraphs
@@ -19,6 +20,22 @@ def matmul_weights(gm: fx.GraphModule) -> list[fx.Node]:
     """
     read = set(_sources(gm))
     return [node for node in gm.graph.find_nodes(op="placeholder") if node in read]
+
+
+def single_row_weights(gm: fx.GraphModule) -> set[fx.Node]:
+    """Those that nothing but products of one row with them, ``F.linear``, reads: inference on one example."""
+    readers: dict[fx.Node, list[bool]] = {}
+    for node in gm.graph.nodes:
+        for operand in node.all_input_nodes:
+            readers.setdefault(operand, []).append(_is_of_one_row(node) and operand is node.args[1])
+    return {node for node in gm.graph.find_nodes(op="placeholder") if node in readers and all(readers[node])}
+
+
+def _is_of_one_row(node: fx.Node) -> bool:
+    if call_name(node) != "linear" or not isinstance(node.args[0], fx.Node):
+        return False
+    value = node.args[0].meta.get("example_value")
+    return isinstance(value, torch.Tensor) and all(isinstance(size, int) and size == 1 for size in value.shape[:-1])
 
 
 def _sources(gm: fx.GraphModule) -> list[fx.Node]:
