@@ -15,7 +15,8 @@ from torch.fx.node import map_arg
 
 from mpcompile.passes.bias_gradient import keep_bias_gradient
 from mpcompile.passes.compute_plan import plan_compute
-from mpcompile.passes.edit import insert_cast, insert_view, recompute_in_backward, refresh, replace_arguments
+from mpcompile.passes.cost_model import PRESETS, Weights
+from mpcompile.passes.edit import insert_cast, insert_view, refresh, replace_arguments
 from mpcompile.passes.gradient_role import gradient_roles
 from mpcompile.passes.graph import (
     CAST,
@@ -29,7 +30,6 @@ from mpcompile.passes.graph import (
     is_tuple_view,
     is_view,
     op_name,
-    parameter_name,
     source_of_widening,
     tensor,
 )
@@ -37,11 +37,8 @@ from mpcompile.passes.low_copies import low_copy, note_low_copies
 from mpcompile.passes.op_classes import roles_of
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import Change, PassResult
+from mpcompile.passes.weight_recasting import recast_weights
 from mpcompile.passes.wide_products import EMULATED, WIDE, leave_wide, leaves_wide
-
-# Below this many rows a matmul is so short that casting its weight again in backward costs more time than the
-# bytes of a saved copy are worth: a cast moves 6 bytes per weight, the matmul does 2 x rows operations per weight.
-_ROWS_TO_RECOMPUTE_WEIGHT = 128
 
 
 def insert_casts(gm: fx.GraphModule, policy: Policy) -> PassResult:
@@ -63,7 +60,7 @@ def insert_casts(gm: fx.GraphModule, policy: Policy) -> PassResult:
     for node, decision in plan_compute(gm, policy).items():
         if decision.precision == "low" and WIDE not in node.meta:  # as an earlier run left it
             wide = leaves_wide(node, roles[node], policy, emulated=emulated)
-            changes += _lower(node, narrowing, decision.reason)
+            changes += _lower(node, narrowing, decision.reason, PRESETS[policy.preset])
             if wide and KEPT not in node.meta:
                 changes.append(_leave_wide(node, narrowing, emulated))
         elif _narrows_from_fp32(node):
@@ -71,7 +68,7 @@ def insert_casts(gm: fx.GraphModule, policy: Policy) -> PassResult:
     return PassResult("insert_casts", (*narrowing.changes(), *note_low_copies(gm), *changes))
 
 
-def _lower(node: fx.Node, narrowing: _Narrowing, reason: str) -> list[Change]:
+def _lower(node: fx.Node, narrowing: _Narrowing, reason: str, weights: Weights) -> list[Change]:
     roles = roles_of(node.target)
     keep_bias_gradient(node)
     old_args, old_kwargs, old_value = node.args, node.kwargs, node.meta["val"]
@@ -89,7 +86,8 @@ def _lower(node: fx.Node, narrowing: _Narrowing, reason: str) -> list[Change]:
         refresh(node)
         node.meta[KEPT] = "the low kernel lays out its result differently"
         return []
-    narrowing.saw_rows(node)
+    if narrowing.joint:
+        recast_weights(node, weights)
     for result in _results(node):
         if dtype_of(result) in LOW_DTYPES:
             _widen(result)
@@ -161,7 +159,7 @@ class _Narrowing:
 
     def __init__(self, dtype: torch.dtype, joint: bool) -> None:
         self.dtype = dtype
-        self._joint = joint
+        self.joint = joint
         self._casts: list[fx.Node] = []
         self._low: dict[fx.Node, fx.Node] = {}
         self._wide: dict[fx.Node, fx.Node] = {}
@@ -192,30 +190,9 @@ class _Narrowing:
         for low in filter(_is_read, self._casts):
             yield Change(low.name, op_name(low), "", str(self.dtype)[6:], f"low form of {_argument(low).name}")
 
-    def saw_rows(self, node: fx.Node) -> None:
-        """Keep the low copies of parameters out of what is saved for backward, where that pays."""
-        if not self._joint or not _recomputing_pays(node):
-            return
-        for operand in node.all_input_nodes:
-            chain = [operand]
-            while is_view(chain[-1]):
-                chain.append(_argument(chain[-1]))
-            if CAST in chain[-1].meta and parameter_name(_argument(chain[-1])):
-                for link in chain:
-                    recompute_in_backward(link)
-
 
 def _is_read(node: fx.Node) -> bool:
     return any(not is_view(user) or _is_read(user) for user in node.users)
-
-
-def _recomputing_pays(node: fx.Node) -> bool:
-    result = tensor(node)
-    # A convolution's weight is laid out anew in forward, so saving the parameter would save a copy in fp32.
-    if result is None or result.dim() != 2:
-        return False
-    rows = result.shape[0]
-    return not isinstance(rows, int) or rows >= _ROWS_TO_RECOMPUTE_WEIGHT
 
 
 def _free_low_form(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
