@@ -1,0 +1,51 @@
+"""Predict how many bytes the kernels of a graph will read and write: what its time is where it is bound by memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from mpcompile.passes.fusion import fuses, stages
+from mpcompile.passes.graph import is_backward
+from mpcompile.passes.readers import is_moved, origin
+from mpcompile.passes.saved_values import predict_partition, size
+
+
+def bytes_moved(graph: fx.Graph) -> int:
+    """Bytes that forward and backward of a joint graph (or an inference graph) read and write, as it is now.
+
+    A value is written once if another kernel reads it, if it is kept for backward or leaves the graph, and read once by
+    every kernel that reads it. What backward computes anew is computed in the kernel that reads it, from what is kept.
+    Dynamic dimensions count as 64. An estimate that ranks variants of one graph: kernels may fuse more, or less.
+    """
+    stage = stages(graph)
+    anew = predict_partition(graph, stage).recomputed
+    kernel = {node: (stage[node], is_backward(node)) if fuses(node) else node for node in graph.nodes}
+    read: dict[tuple[fx.Node, Any], int] = {}
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_moved(node):
+            continue  # its readers count
+        in_backward = is_backward(node)
+        for operand in node.all_input_nodes:
+            for source in _in_memory(operand, anew if in_backward else set()):
+                value = origin(source)
+                if kernel[value] == kernel[node]:
+                    continue
+                if value.op == "call_function":
+                    written.add(value)
+                if node.op != "output":
+                    place = (value, kernel[node])
+                    read[place] = max(read.get(place, 0), min(size(source), size(value)))
+    return sum(read.values()) + sum(map(size, written))
+
+
+def _in_memory(operand: fx.Node, anew: set[fx.Node]) -> Iterator[fx.Node]:
+    """What is read from memory for an operand: itself, or what it is computed anew from."""
+    if operand not in anew and origin(operand) not in anew:
+        yield operand
+        return
+    for source in operand.all_input_nodes:
+        yield from _in_memory(source, anew)

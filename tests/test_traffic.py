@@ -1,0 +1,71 @@
+"""bytes_moved: counted by hand on small graphs, and against what Inductor counts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.traffic import Traffic, misranked, traffic
+from benchmarks.workloads import Workload
+from mpcompile.passes import Policy, run_passes
+from mpcompile.passes.traffic import bytes_moved
+from tests.helpers import joint, trace
+
+A, W = torch.randn(4, 8), torch.randn(8, 16)
+
+
+def moved(fn: Callable[..., Any], *inputs: Tensor, low: bool = False) -> int:
+    gm = trace(fn, *inputs)
+    if low:
+        run_passes(gm, Policy())
+    return bytes_moved(gm.graph)
+
+
+def test_what_fuses_is_read_and_written_once() -> None:
+    assert moved(lambda x: x.exp().sin() + x, A) == 2 * 4 * 32
+
+
+def test_a_product_reads_its_operands_and_writes_its_result() -> None:
+    assert moved(torch.mm, A, W) == 4 * (32 + 128 + 64)
+    # exp and its sum are one kernel, which writes both; the last one reads the product and that sum.
+    fn = lambda x: ((y := x.exp()) @ x.t()).sum() + y.sum()  # noqa: E731
+    assert moved(fn, torch.randn(4, 4)) == 4 * ((16 + 16 + 1) + (16 + 16 + 16) + (16 + 1 + 1))
+
+
+def test_views_and_broadcasts_are_read_as_what_they_view() -> None:
+    assert moved(lambda x, b: x.t() + b[:, None], A, torch.randn(8)) == 4 * (32 + 8 + 32)
+    assert moved(lambda x: x[:, :2].exp(), A) == 4 * (8 + 8)
+
+
+def test_low_operands_are_half_as_many_bytes() -> None:
+    wide, low = moved(torch.mm, A, W), moved(torch.mm, A, W, low=True)
+    casts = (4 + 2) * (32 + 128) + (2 + 4) * 64
+    assert low == wide // 2 + casts
+
+
+def test_what_backward_recomputes_is_read_as_what_it_is_computed_from() -> None:
+    gm = joint(lambda x: x.exp().sin(), A.clone().requires_grad_())
+    # Forward: x in, y out. Backward: x and the tangent in, a gradient out.
+    assert bytes_moved(gm.graph) == 4 * 32 * (2 + 3)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("variant", ["fp32", "default"])
+def test_inductor_counts_about_as_many(variant: str) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.norm = nn.Linear(64, 256), nn.Linear(256, 64), nn.LayerNorm(64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.down(nn.functional.gelu(self.up(self.norm(x))))).square().mean()
+
+    found = traffic(Workload(name="block", model=Block, inputs=lambda: (torch.randn(256, 64),)), variant)
+    assert found.predicted == pytest.approx(found.counted, rel=0.1)
+
+
+def test_pairs_in_the_other_order_are_found_and_ties_are_not() -> None:
+    found = {"a": Traffic(100, 100), "b": Traffic(90, 110), "c": Traffic(50, 60), "d": Traffic(51, 59)}
+    assert misranked(found) == [("a", "b")]
