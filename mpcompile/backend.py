@@ -69,7 +69,7 @@ def mixprec(
     attention = MATMULS | {"softmax"}
     pinned = bool(in_aten.fp32) or any(c.op in attention and c.after == "fp32" for c in intent.changes)
     joint = JointPass(in_aten, recorder, key, inputs, pinned)
-    compilation = Compilation(recorder, joint.uuid(), graph)
+    compilation = Compilation(recorder, joint.uuid(), graph, cached=settings.compiler == "inductor")
     with autocast.tracing(), fp32_matmul_precision(settings.fp32_matmul):
         compiled = _compile(graph, [*example_inputs, *scaling.state, *caching.state], joint, settings, mode)
     remember(site, compilation)

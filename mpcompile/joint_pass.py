@@ -15,7 +15,8 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 
 from mpcompile.device import has_native_bf16, has_native_fp16
 from mpcompile.graph_inputs import GraphInputs
-from mpcompile.inspection.recorder import Recorder, snapshot
+from mpcompile.inspection.recorder import Recorder
+from mpcompile.inspection.snapshot import snapshot
 from mpcompile.passes import Policy, run_passes
 from mpcompile.passes.emulation import emulate_low_products
 from mpcompile.passes.graph import DECOMPOSED, is_backward, subgraphs

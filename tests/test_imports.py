@@ -12,8 +12,8 @@ import mpcompile
 
 PACKAGE = Path(mpcompile.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-PRIVATE = ("torch._dynamo", "torch._inductor", "torch._functorch")
-MAY_TOUCH_PRIVATE = {"compiler.py", "joint_pass.py", "torch_compat.py", "inspection/store.py"}
+PRIVATE = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx._lazy_graph_module")
+MAY_TOUCH_PRIVATE = {"compiler.py", "joint_pass.py", "torch_compat.py", "inspection/snapshot.py", "inspection/store.py"}
 
 
 def name_of(path: Path) -> str:

@@ -120,6 +120,6 @@ def test_a_report_that_is_gone_raises_with_the_way_to_another(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     graph = torch.fx.symbolic_trace(nn.Identity())
-    compilation = Compilation(Recorder(Policy(), ()), ("key",), graph)
+    compilation = Compilation(Recorder(Policy(), ()), ("key",), graph, cached=True)
     with pytest.raises(LookupError, match=r"stored report is gone.*mpcompile.explain"):
         compilation.report()

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import mpcompile
-from mpcompile.inspection.recorder import snapshot
 from mpcompile.inspection.report import CastRecord, NodeRecord, Report
+from mpcompile.inspection.snapshot import snapshot
 from tests.helpers import trace
 from tests.test_programs import mixprec
 

@@ -50,11 +50,19 @@ def test_nothing_is_written_or_made_where_caches_are_off(folder: Path, switch: d
     assert not folder.exists()
 
 
+@pytest.mark.inductor
 def test_compiling_stores_the_report(folder: Path) -> None:
-    compiled = mixprec(nn.Linear(8, 4))
+    compiled = mixprec(nn.Linear(8, 4), compiler="inductor")
     compiled(torch.randn(3, 8))
     (path,) = folder.iterdir()
     assert Report.from_json(path.read_text()) == mpcompile.reports(compiled)[0]
+
+
+def test_nothing_is_stored_where_torch_keeps_no_code(folder: Path) -> None:
+    compiled = mixprec(nn.Linear(8, 4))
+    compiled(torch.randn(3, 8))
+    assert mpcompile.reports(compiled)[0].matmuls()
+    assert not folder.exists()
 
 
 def test_the_key_depends_on_every_part_and_on_their_order() -> None:

@@ -23,8 +23,10 @@ _calls: list[weakref.ref[Any]] = []
 class Compilation:
     """One Dynamo graph that was compiled, and where its report is."""
 
-    def __init__(self, recorder: Recorder, uuid: tuple[Any, ...], graph: fx.GraphModule) -> None:
+    def __init__(self, recorder: Recorder, uuid: tuple[Any, ...], graph: fx.GraphModule, *, cached: bool) -> None:
+        """``cached``: whether torch may keep the compiled code, so that another process starts without the passes."""
         self.recorder = recorder
+        self.cached = cached
         inputs = graph.graph.find_nodes(op="placeholder")
         self.key = store.key_of(
             (
@@ -51,7 +53,7 @@ class Compilation:
 
 def remember(site: Site, compilation: Compilation) -> None:
     """Attach a compilation to the ``torch.compile`` call it belongs to, and store its report beside torch's cache."""
-    if not compilation.recorder.is_empty:
+    if compilation.cached and not compilation.recorder.is_empty:
         store.save(compilation.key, compilation.recorder.report)
     if site.compiled is None:
         return

@@ -59,3 +59,11 @@ def _line(node: fx.Node) -> str:
 def _value(node: fx.Node) -> str:
     values = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
     return ", ".join(f"{short_dtype(v.dtype)}{list(v.shape)}" for v in values) or "?"
+
+
+def defined_name(line: str) -> str | None:
+    """The node that a line of ``graph_text`` is about: ``output`` for what is returned, None for a heading."""
+    line = line.lstrip()
+    if line.startswith("#"):
+        return None
+    return "output" if line.startswith("return ") else line.partition(": ")[0]
