@@ -4,10 +4,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint sweep bench clean
+.PHONY: help demo test lint sweep browser bench clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/.ready ## train a small GPT with the mixprec backend
 	$(BIN)/python examples/train_gpt.py --quick
@@ -22,6 +22,9 @@ lint: .venv/.ready ## ruff check, ruff format --check, mypy
 
 sweep: .venv/.ready ## run the tests marked slow
 	$(BIN)/python -m pytest -q -m slow
+
+browser: .venv/.ready ## run the tests that need chromium and chromedriver
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m browser
 
 bench: .venv/.ready ## run the benchmarks
 	$(BIN)/python -m benchmarks

@@ -52,16 +52,19 @@ def test_the_summary_counts(report: Report) -> None:
     assert lines[2] == "  backward: 3 of 5 matmuls, convolutions and attentions run low"
     assert lines[3] == "  kept in fp32: 3 x rule 'head'"
     narrow = [cast for cast in report.casts if cast.after == "bfloat16"]
-    moved = sum(cast.bytes or 0 for cast in report.casts) / 1e6
+    moved = sum(cast.bytes or 0 for cast in report.casts) / 1e3
     assert lines[4] == (
         f"  casts:    {len(narrow)} narrow (4 of parameters), {len(report.casts) - len(narrow)} widen, "
-        f"{moved:.2f} MB if none is fused"
+        f"{moved:.3g} kB if none is fused"
     )
-    assert len(lines) == 5
+    kept = sum(value.saved_bytes or 0 for value in report.values)
+    in_fp32 = sum(value.saved_bytes_fp32 or 0 for value in report.values)
+    assert lines[5] == f"  saved:    {kept / 1e3:.3g} kB kept for backward, {kept / in_fp32:.2f} x of fp32 (predicted)"
+    assert len(lines) == 6
 
 
 def test_dynamic_sizes_are_said_to_be_missing_from_the_bytes() -> None:
-    assert "MB and more if none is fused" in report_of(rows=None).summary()
+    assert "kB and more if none is fused" in report_of(rows=None).summary()
 
 
 def test_it_fits_into_80_columns(report: Report) -> None:

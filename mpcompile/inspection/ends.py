@@ -40,15 +40,17 @@ def returned_values(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str, str, boo
     values = tree_leaves(output.args)
     described = output.meta.get("desc", ())
     descriptions = list(described) if len(described) == len(values) else [None] * len(values)
-    for value, description in zip(values, descriptions, strict=True):
-        if isinstance(value, fx.Node):
+    flags = gm.meta[SCALING].flags if SCALING in gm.meta else None
+    for position, (value, description) in enumerate(zip(values, descriptions, strict=True)):
+        if position == flags:
+            yield value, "overflow flags", "", True
+        elif isinstance(value, fx.Node):
             yield (value, *_output_note(description, inputs))
 
 
 def _output_note(description: Any, inputs: dict[Any, fx.Node]) -> tuple[str, str, bool]:
-    if getattr(description, "is_grad", bool)():
-        source = inputs.get(description.grad_of)
-        parameter = parameter_name(source) if source is not None else ""
-        return f"gradient of {parameter or 'an input'}", parameter, True
-    mutated = inputs.get(getattr(description, "mutated_input", None))
-    return (f"new value of {mutated.name}" if mutated is not None else "output"), "", False
+    if not getattr(description, "is_grad", bool)():
+        return "output", "", False
+    source = inputs.get(description.grad_of)
+    parameter = parameter_name(source) if source is not None else ""
+    return f"gradient of {parameter or 'an input'}", parameter, True

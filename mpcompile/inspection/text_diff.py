@@ -28,7 +28,7 @@ class _Region:
     @property
     def pattern(self) -> tuple[str, str, str]:
         """What it has in common with the same region of another layer: all but the numbers in names."""
-        return _NUMBER.sub("#", f".{self.module}"), self.direction, _NUMBER.sub("#", "\n".join(self.lines))
+        return _NUMBER.sub("", f".{self.module}"), self.direction, _NUMBER.sub("", "\n".join(self.lines))
 
 
 def diff(report: Report, context: int) -> str:

@@ -81,5 +81,6 @@ function setUpSearch(index) {
     if (event.key !== "/" || event.target === input) return;
     event.preventDefault();
     input.focus();
+    input.select();
   });
 }
