@@ -10,7 +10,8 @@ from mpcompile.inspection.report import Report, ValueRecord
 from mpcompile.passes.graph import CAST, output_of
 from mpcompile.passes.saved_values import predict_partition, size
 from tests.report_tools import stack_report
-from tests.test_programs import mixprec
+from tests.saved_bytes_tools import bytes_saved
+from tests.test_programs import in_fp32, mixprec
 
 OPTIONS = {"dtype": "bf16"}
 
@@ -121,12 +122,12 @@ def test_what_backward_keeps_is_what_the_partitioner_is_predicted_to_keep(dtype:
     assert report.saved_bytes < 0.6 * report.saved_bytes_fp32
 
 
-def test_attention_counts_in_fp32_as_in_the_model_in_fp32() -> None:
-    """Attention is cast before autograd: the graph before the passes keeps its operands in 16 bits already."""
+def test_predicted_bytes_are_those_really_kept() -> None:
+    """Of attention too: it is cast before autograd, so the graph before the passes keeps its operands in 16 bits."""
     model, tokens = GPT(vocabulary=32, width=64, layers=1, context=64), torch.randint(0, 32, (8, 64))
-    mixed = mpcompile.explain(model, tokens, options=OPTIONS)
-    plain = mpcompile.explain(model, tokens, options={"policy": "fp32"})
-    assert mixed.saved_bytes_fp32 == pytest.approx(plain.saved_bytes, rel=0.1)
+    report = mpcompile.explain(model, tokens, options=OPTIONS)
+    assert report.saved_bytes == pytest.approx(bytes_saved(mixprec(model), [tokens]), rel=0.08)
+    assert report.saved_bytes_fp32 == pytest.approx(bytes_saved(in_fp32(model), [tokens]), rel=0.08)
 
 
 def test_dynamic_sizes_are_names_and_their_bytes_unknown() -> None:

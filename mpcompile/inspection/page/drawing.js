@@ -15,7 +15,8 @@ function drawPane(container, pane, direction) {
   picture.append(...routes.map(drawRoute));
   pane.items.forEach((item, i) => picture.append(drawItem(item, i === 0, pane)));
   container.append(picture);
-  container.scrollLeft = (container.scrollWidth - container.clientWidth) / 2;
+  const first = pane.items.find((item) => item.kind !== "port" && item.kind !== "input") || pane.items[0];
+  container.scrollLeft = first.x * scale - container.clientWidth / 2;
 }
 
 function drawRoute({ points, back }) {

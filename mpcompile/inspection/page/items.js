@@ -73,7 +73,8 @@ function nodeItem(node) {
   if (node.kind === "cast") return sized(item, [`${lastOf(node.parameter)} ${castText(node)}`.trim()], 22);
   if (node.kind === "input") return sized(item, [`${inputText(node)}  ${typeText(node)}`], 22);
   if (node.kind === "output") return sized(item, [`${outputText(node)}  ${typeText(node)}`], 22);
-  return sized(item, [shortOp(node.op), typeText(node)], 40);
+  // What scales the loss is known by its name: unscaled_head_weight.
+  return sized(item, [node.kind === "added" && node.note ? node.name : shortOp(node.op), typeText(node)], 40);
 }
 
 function castText(node) {
