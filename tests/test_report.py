@@ -179,6 +179,14 @@ def test_a_snapshot_does_not_change_with_the_graph() -> None:
     assert all(node.meta["val"] is not None for node in copy.graph.nodes if node.op == "call_function")
 
 
+def test_a_snapshot_generates_no_code_until_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm, x = trace(lambda x: x.sin().cos(), torch.randn(3)), torch.randn(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(fx.Graph, "python_code", lambda *_, **__: pytest.fail("code was generated"))
+        copy = snapshot(gm)
+    assert torch.equal(copy(x), x.sin().cos())
+
+
 def test_an_operation_that_could_not_run_low_says_why() -> None:
     @torch.library.custom_op("mpcompile_test::columns_if_low", mutates_args=())
     def columns_if_low(x: Tensor) -> Tensor:
