@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpcompile.analysis.compare import compare
+    from mpcompile.analysis.comparison import Comparison
     from mpcompile.execution.master_weights import MasterWeights, master_weights
     from mpcompile.execution.runtime import Runtime
     from mpcompile.inspection.explain import explain
@@ -23,6 +25,8 @@ except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0+unknown"
 
 _HOME = {
+    "compare": "mpcompile.analysis.compare",
+    "Comparison": "mpcompile.analysis.comparison",
     "explain": "mpcompile.inspection.explain",
     "runtime": "mpcompile.loss_scaling",
     "Runtime": "mpcompile.execution.runtime",
@@ -37,6 +41,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Comparison",
     "MasterWeights",
     "MixprecError",
     "MixprecWarning",
@@ -44,6 +49,7 @@ __all__ = [
     "Report",
     "Runtime",
     "__version__",
+    "compare",
     "explain",
     "master_weights",
     "register_op",

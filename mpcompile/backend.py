@@ -11,6 +11,7 @@ from torch import fx
 from mpcompile import checks
 from mpcompile.ambient import Autocast
 from mpcompile.compiler import (
+    Execute,
     compile_with_aot_eager,
     compile_with_inductor,
     compile_with_reference,
@@ -42,7 +43,17 @@ def mixprec(
     ``mode`` means what it means for Inductor; ``options`` are those of ``mpcompile.options.Options``. Raises
     ``ValueError`` for options that are unknown or contradict each other and rules that match nothing.
     """
-    settings = Options.parse(options)
+    return compile_graph(gm, example_inputs, Options.parse(options), mode)
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Options,
+    mode: str | None = None,
+    execute: Execute | None = None,
+) -> Callable[..., Any]:
+    """Compile one of Dynamo's graphs; with ``execute``, that runs the rewritten graphs instead of the compiler."""
     site = find_site()
     device = main_device(example_inputs)
     policy = settings.resolve_policy(automatic_dtype(device))
@@ -71,7 +82,11 @@ def mixprec(
     joint = JointPass(in_aten, recorder, key, inputs, pinned)
     compilation = Compilation(recorder, joint.uuid(), graph, cached=settings.compiler == "inductor")
     with autocast.tracing(), fp32_matmul_precision(settings.fp32_matmul):
-        compiled = _compile(graph, [*example_inputs, *scaling.state, *caching.state], joint, settings, mode)
+        inputs_and_state = [*example_inputs, *scaling.state, *caching.state]
+        if execute is not None:
+            compiled = compile_with_reference(graph, inputs_and_state, joint, execute)
+        else:
+            compiled = _compile(graph, inputs_and_state, joint, settings, mode)
     remember(site, compilation)
     checks.after_compiling(recorder, settings)
     return with_fp32_matmul(autocast.wrap(scaling.wrap(caching.wrap(compiled))), settings.fp32_matmul)

@@ -7,6 +7,7 @@ graph, before partitioning.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch._inductor.decomposition import select_decomp_table
 from mpcompile.joint_pass import EmulationPass, JointPass, is_on_cpu
 
 Compiled = Callable[..., Any]
+Execute = Callable[[fx.GraphModule, Any], Compiled]
+"""Makes what runs one of AOTAutograd's graphs, from the graph and example inputs."""
 
 
 def mode_settings(mode: str | None) -> dict[str, Any]:
@@ -57,9 +60,16 @@ def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], joint: Joi
     return _compile_with_aot(gm, inputs, joint, partition, lambda graph, _: graph.forward)
 
 
-def compile_with_reference(gm: fx.GraphModule, inputs: Sequence[Any], joint: JointPass) -> Compiled:
-    """Execute the rewritten graph node by node: nothing is recomputed, every cast rounds."""
-    return _compile_with_aot(gm, inputs, joint, default_partition, lambda graph, _: fx.Interpreter(graph).run)
+def run_node_by_node(graph: fx.GraphModule, _: Any) -> Compiled:
+    """The plain reference execution: FX's interpreter."""
+    return fx.Interpreter(graph).run
+
+
+def compile_with_reference(
+    gm: fx.GraphModule, inputs: Sequence[Any], joint: JointPass, execute: Execute = run_node_by_node
+) -> Compiled:
+    """Execute the rewritten graph node by node, by ``execute``: nothing is recomputed, every cast rounds."""
+    return _compile_with_aot(gm, inputs, joint, default_partition, execute)
 
 
 def _compile_with_aot(
@@ -67,7 +77,7 @@ def _compile_with_aot(
     inputs: Sequence[Any],
     joint: JointPass,
     partition: Callable[..., Any],
-    execute: Callable[[fx.GraphModule, Any], Compiled],
+    execute: Execute,
 ) -> Compiled:
     def rewrite_and_partition(graph: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         joint(graph.graph)
@@ -91,3 +101,16 @@ def _compile_with_aot(
         keep_inference_input_mutations=True,
     )(gm, list(inputs))
     return compiled
+
+
+def compile_apart(subject: Compiled, backend: Any, options: Mapping[str, Any]) -> Compiled:
+    """``torch.compile`` for a look at a model: it does not count against the limit on recompilations of the user's own.
+
+    Relies on: before torch 2.13, which has ``isolate_recompiles``, ``torch._dynamo.config.recompile_limit`` is read
+    while the model runs.
+    """
+    start: Any = torch.compile
+    if "isolate_recompiles" in inspect.signature(start).parameters:
+        return start(subject, backend=backend, options=dict(options), isolate_recompiles=True)  # type: ignore[no-any-return]
+    unlimited: Any = torch._dynamo.config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6)
+    return unlimited(start(subject, backend=backend, options=dict(options)))  # type: ignore[no-any-return]

@@ -96,7 +96,7 @@ class GraphInputs:
                 node.meta[BEYOND_RANGE] = True
         self._mark_copies(gm)
         _mark_bodies(gm)
-        gradients = dict(_gradients(gm))
+        gradients = dict(gradient_outputs(gm))
         output_of(gm).meta[WEIGHT_GRADIENTS] = tuple(i for i, of in gradients.items() if of in self.weights)
         gm.meta[WIDE_GRADIENTS] = tuple(i for i, position in gradients.items() if position in self.wide_gradients)
         if self.slots and gradients:
@@ -189,7 +189,7 @@ def _is_tangent(node: fx.Node) -> bool:
     return bool(getattr(_whole(node.meta.get("desc")), "is_tangent", bool)())
 
 
-def _gradients(gm: fx.GraphModule) -> Iterator[tuple[int, int]]:
+def gradient_outputs(gm: fx.GraphModule) -> Iterator[tuple[int, int]]:
     """Every output that is a gradient, with the position in Dynamo's graph of the input it is the gradient of."""
     output = output_of(gm)
     values, descriptions = output.args[0], output.meta.get("desc", ())
