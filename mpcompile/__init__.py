@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpcompile.analysis.compare import compare
     from mpcompile.analysis.comparison import Comparison
+    from mpcompile.analysis.find import find_nonfinite
+    from mpcompile.analysis.nonfinite import NonFinite
     from mpcompile.execution.master_weights import MasterWeights, master_weights
     from mpcompile.execution.runtime import Runtime
     from mpcompile.inspection.explain import explain
@@ -27,6 +29,8 @@ except PackageNotFoundError:  # a source tree that is not installed
 _HOME = {
     "compare": "mpcompile.analysis.compare",
     "Comparison": "mpcompile.analysis.comparison",
+    "find_nonfinite": "mpcompile.analysis.find",
+    "NonFinite": "mpcompile.analysis.nonfinite",
     "explain": "mpcompile.inspection.explain",
     "runtime": "mpcompile.loss_scaling",
     "Runtime": "mpcompile.execution.runtime",
@@ -45,12 +49,14 @@ __all__ = [
     "MasterWeights",
     "MixprecError",
     "MixprecWarning",
+    "NonFinite",
     "Policy",
     "Report",
     "Runtime",
     "__version__",
     "compare",
     "explain",
+    "find_nonfinite",
     "master_weights",
     "register_op",
     "reports",

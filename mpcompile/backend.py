@@ -10,6 +10,7 @@ from torch import fx
 
 from mpcompile import checks
 from mpcompile.ambient import Autocast
+from mpcompile.analysis.check import Check
 from mpcompile.compiler import (
     Execute,
     compile_with_aot_eager,
@@ -23,7 +24,7 @@ from mpcompile.graph_inputs import GraphInputs
 from mpcompile.inspection.recorder import Recorder
 from mpcompile.inspection.registry import Compilation, remember
 from mpcompile.joint_pass import JointPass, emulates
-from mpcompile.loss_scaling import LossScaling
+from mpcompile.loss_scaling import LossScaling, runtime_of
 from mpcompile.options import Options
 from mpcompile.passes.intent import MATMULS, read_intent, where_marked
 from mpcompile.passes.kernels import lower_kernels
@@ -79,6 +80,8 @@ def compile_graph(
     # Inductor's fused attention would swallow the marks of its matmuls and softmax, and the names of its ATen ops.
     attention = MATMULS | {"softmax"}
     pinned = bool(in_aten.fp32) or any(c.op in attention and c.after == "fp32" for c in intent.changes)
+    if settings.check and execute is None:
+        execute = Check(settings, lambda: runtime_of(site.compiled, site.root)).execute
     joint = JointPass(in_aten, recorder, key, inputs, pinned)
     compilation = Compilation(recorder, joint.uuid(), graph, cached=settings.compiler == "inductor")
     with autocast.tracing(), fp32_matmul_precision(settings.fp32_matmul):

@@ -33,10 +33,11 @@ def runtime(compiled: Callable[..., Any]) -> Runtime:
             "mpcompile.runtime needs what torch.compile(..., backend='mixprec') returned, or a module after "
             f"module.compile(backend='mixprec'); got {type(compiled).__name__}."
         )
-    return _runtime_of(call, subject_of(compiled))
+    return runtime_of(call, subject_of(compiled))
 
 
-def _runtime_of(call: Any, subject: Any) -> Runtime:
+def runtime_of(call: Any, subject: Any) -> Runtime:
+    """The runtime of a ``torch.compile`` call for the model or function ``subject``."""
     if _ATTRIBUTE not in call.__dict__:
         options = Options.parse(call.kwargs.get("options"))
         tensors = subject.parameters() if isinstance(subject, nn.Module) else ()
@@ -76,4 +77,4 @@ class LossScaling:
     def _find_owner(self) -> Owner:
         """The runtime of the model being called: Dynamo may run this code for another of equal structure."""
         call, root = running_call()
-        return _runtime_of(call if call == self.call else self.call, root), root
+        return runtime_of(call if call == self.call else self.call, root), root

@@ -24,6 +24,7 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "strict": (False, True),
     "compiler": ("inductor", "aot_eager", "reference"),
     "weight_cache": (False, True),
+    "check": (False, True),
 }
 
 
@@ -54,6 +55,8 @@ class Options:
     """``"inductor"``; ``"aot_eager"`` (no code generation); ``"reference"`` (node by node, no recomputation)."""
     weight_cache: bool = False
     """Keep a low copy of every weight between calls, in place of rounding it in each call."""
+    check: bool = False
+    """Run operation by operation, whatever the ``compiler``, and name the first value that is not finite."""
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of ``torch._inductor.config`` for this model."""
 

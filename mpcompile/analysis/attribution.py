@@ -20,7 +20,7 @@ from mpcompile.analysis.measure import distance, norm, ratio
 from mpcompile.analysis.runs import Runs
 from mpcompile.analysis.switches import came_out_otherwise, compared_values
 from mpcompile.analysis.targets import Result, size_of
-from mpcompile.passes.graph import LOW_DTYPES, dtype_of, is_cast
+from mpcompile.passes.graph import LOW_DTYPES, dtype_of, is_cast, packet_name
 from mpcompile.passes.op_classes import OpClass, classify
 
 TOLERATED = 8.0
@@ -98,16 +98,35 @@ def _minus(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> l
 
 
 def _amplification(node: fx.Node, inherited: list[Tensor | None], runs: Runs) -> float:
-    error = ratio(
-        norm([v for v in inherited if v is not None]), norm([v for v in _of(runs.wide, node) if v is not None])
-    )
-    largest = 0.0
-    for source in node.all_input_nodes:
-        truth = [v for v in _of(runs.wide, source) if v is not None]
-        mixed = [v for v in floating(widened(runs.mixed[source.name], torch.float64)) if v is not None]
-        if truth and norm(truth):
-            largest = max(largest, ratio(distance(mixed, truth), norm(truth)))
+    error = ratio(_norm(inherited), _norm(_of(runs.wide, node)))
+    largest = max((_error_before(source, runs) for source in node.all_input_nodes), default=0.0)
     return ratio(error, largest) if error else 0.0
+
+
+def _norm(values: Sequence[Tensor | None]) -> float:
+    return norm([value for value in values if value is not None])
+
+
+def _error_before(node: fx.Node, runs: Runs) -> float:
+    """The relative error of a value, or that of what exact numbers were added to or taken from to make it.
+
+    Adding a large number hides an error, and taking it away again only brings it back.
+    """
+    largest = _relative_error(node, runs)
+    while node.op == "call_function" and packet_name(node.target) in ("add", "sub"):
+        sources = [source for source in node.all_input_nodes if _relative_error(source, runs)]
+        if len(sources) != 1:
+            break
+        (node,) = sources
+        largest = max(largest, _relative_error(node, runs))
+    return largest
+
+
+def _relative_error(node: fx.Node, runs: Runs) -> float:
+    truth = [v for v in _of(runs.wide, node) if v is not None]
+    size = norm(truth)
+    mixed = [v for v in floating(widened(runs.mixed[node.name], torch.float64)) if v is not None]
+    return ratio(distance(mixed, truth), size) if size else 0.0
 
 
 @dataclass(slots=True)

@@ -30,10 +30,9 @@ from mpcompile.analysis.comparison import (
 from mpcompile.analysis.evaluate import Values, floating, run
 from mpcompile.analysis.measure import distance, in_ulps, norm, range_of, ratio, worst_element
 from mpcompile.analysis.runs import Runs
+from mpcompile.analysis.scale import adapts, settle
 from mpcompile.analysis.targets import Result, loss_scale_input, results_of, size_of
-from mpcompile.execution.loss_scale import DynamicLossScale
 from mpcompile.notices import MixprecError
-from mpcompile.options import Options
 from mpcompile.passes.graph import (
     is_backward,
     is_getitem,
@@ -70,9 +69,8 @@ def compare(
     calls = capture(model, inputs, kwargs, options, loss)
     if all(call.dtype is torch.float32 for call in calls):
         raise MixprecError("There is nothing to compare: the policy leaves this model in fp32. Give options['dtype'].")
-    adapts = isinstance(Options.parse(options).scaling(torch.float16), DynamicLossScale)
     with torch.no_grad():
-        compared = [_Compared.of(call, index, adapts=adapts) for index, call in enumerate(calls)]
+        compared = [_Compared.of(call, index, adapting=adapts(options)) for index, call in enumerate(calls)]
         return _comparison(compared, str(calls[0].dtype)[6:])
 
 
@@ -87,16 +85,13 @@ class _Compared:
     """In fp64, of the graph before the passes; they have no part in it."""
     local: Mapping[str, Local]
     results: Sequence[Result]
-    was: Mapping[str, str]
-    """Name of every result in the graph before the passes."""
     scale: float | None
 
     @classmethod
-    def of(cls, call: GraphCall, index: int, *, adapts: bool) -> _Compared:
+    def of(cls, call: GraphCall, index: int, *, adapting: bool) -> _Compared:
         results = results_of(call.before, call.after)
-        before = {result.name: result.node.name for result in results_of(call.before, call.before)}
         draws: Values = {}
-        inputs, mixed = settle(call, draws, adapts=adapts)
+        inputs, mixed = settle(call, draws) if adapting else (call.inputs, run(call.after, call.inputs, None, draws))
         runs = Runs(
             call.after,
             mixed,
@@ -106,7 +101,7 @@ class _Compared:
         truth = run(call.before, inputs, torch.float64, draws)
         name = loss_scale_input(call.after)
         scale = float(inputs[name]) if name else None
-        return cls(index, call.dtype, runs, truth, local_errors(runs), results, before, scale)
+        return cls(index, call.dtype, runs, truth, local_errors(runs), results, scale)
 
     @property
     def everything(self) -> list[Result]:
@@ -121,21 +116,6 @@ class _Compared:
         if name == "loss":
             return error_of_loss(self.runs, self.results)
         return errors_of(self.runs, [r for r in self.results if r.name == name], relative=False)
-
-
-def settle(call: GraphCall, draws: Values, *, adapts: bool) -> tuple[dict[str, Any], Values]:
-    """Run a graph in mixed precision, the loss scale halved until no gradient overflows, as training would."""
-    inputs = dict(call.inputs)
-    name = loss_scale_input(call.after)
-    gradients = [r.node.name for r in results_of(call.before, call.after) if r.is_gradient]
-    while True:
-        mixed = run(call.after, inputs, None, draws)
-        if all(bool(mixed[gradient].isfinite().all()) for gradient in gradients):
-            break
-        if not name or not adapts or float(inputs[name]) <= 1:
-            break
-        inputs[name] = inputs[name] / 2
-    return inputs, mixed
 
 
 def _comparison(compared: Sequence[_Compared], dtype: str) -> Comparison:
@@ -226,7 +206,7 @@ def _is_finite(value: Any) -> bool:
 def _results(each: _Compared) -> list[tuple[Result, ResultError]]:
     found = []
     for result in each.results:
-        truth = [each.truth[each.was[result.name]]]
+        truth = [each.truth[result.was.name]]
         size = norm(truth)
         error, single = (distance([values[result.node.name]], truth) for values in (each.runs.mixed, each.runs.single))
         cancellation = ratio(size_of(result, each.runs.wide), size) if size else 1.0

@@ -33,6 +33,8 @@ class Result:
     name: str
     """``output:0``, or ``grad:layers.0.weight``."""
     node: fx.Node
+    was: fx.Node
+    """The same result of the graph before the passes."""
     is_gradient: bool
     tangent: str
     """Name of the input that is the gradient of this output, or ``""``."""
@@ -51,7 +53,7 @@ def results_of(before: fx.GraphModule, after: fx.GraphModule) -> list[Result]:
         if was is None or dtype is None or not dtype.is_floating_point:
             continue
         name = f"grad:{names.get(gradients[index], node.name)}" if index in gradients else f"output:{index}"
-        found.append(Result(name, node, index in gradients, tangents.get(str(descriptions[index]), "")))
+        found.append(Result(name, node, was, index in gradients, tangents.get(str(descriptions[index]), "")))
     return found
 
 

@@ -31,6 +31,9 @@ class Runtime:
     skips_before_warning: int = SKIPS_BEFORE_WARNING
     """After so many skipped steps in a row a warning names the parameters that overflow."""
 
+    first_nonfinite: Any = None
+    """With ``check=True``: what was last found of gradients that overflowed (``mpcompile.NonFinite``)."""
+
     def __init__(self, loss_scale: LossScale | None, policy: str, *, strict: bool = False) -> None:
         """``loss_scale=None``: nothing is scaled (bf16, or scaling left to the user); ``policy``: its digest."""
         self._loss_scale = loss_scale
