@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mpcompile.notices import MixprecError, MixprecWarning
     from mpcompile.passes.op_classes import register_op
     from mpcompile.passes.policy import Policy
+    from mpcompile.tuning.tune import tune
 
 try:
     __version__ = version("mpcompile")
@@ -42,6 +43,7 @@ _HOME = {
     "MixprecWarning": "mpcompile.notices",
     "register_op": "mpcompile.passes.op_classes",
     "Policy": "mpcompile.passes.policy",
+    "tune": "mpcompile.tuning.tune",
 }
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "register_op",
     "reports",
     "runtime",
+    "tune",
 ]
 
 

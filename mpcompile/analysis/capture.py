@@ -53,8 +53,8 @@ def capture(
 ) -> list[GraphCall]:
     """Call a copy of ``model``, and backward from ``loss`` where gradients are enabled and reach anything.
 
-    The model, its gradients and buffers and the random state stay as they are. Raises what compiling with ``options``
-    raises, and ``MixprecError`` where no graph was captured or the policy is fp32.
+    The model, its gradients and buffers stay as they are, the random state does not. Raises what compiling with
+    ``options`` raises, and ``MixprecError`` where no graph was captured.
     """
     settings = _options(options)
     subject = copy.deepcopy(model) if isinstance(model, nn.Module) else model
@@ -62,16 +62,18 @@ def capture(
     watches: list[_Watch] = []
 
     def watched(gm: fx.GraphModule, example_inputs: Any, *, options: Any = None) -> Callable[..., Any]:
-        watches.append(_Watch())
-        return compile_graph(gm, example_inputs, Options.parse(options), execute=watches[-1].execute)
+        watch = _Watch()
+        watches.append(watch)
+        return watch.over(compile_graph(gm, example_inputs, Options.parse(options), execute=watch.execute))
 
     compiled = compile_apart(subject, watched, settings)
-    with torch.random.fork_rng():
-        output = compiled(*inputs, **kwargs)
-        if torch.is_grad_enabled():
-            value = (loss or default_loss)(output)
-            if value.requires_grad:
-                value.backward()
+    output = compiled(*inputs, **kwargs)
+    leaves = list({id(leaf): leaf for watch in watches for leaf in watch.leaves}.values())
+    if torch.is_grad_enabled() and leaves:
+        value = (loss or default_loss)(output)
+        if value.requires_grad:
+            # Not backward(): it would accumulate into tensors that a function refers to.
+            torch.autograd.grad(value, leaves, allow_unused=True)
     calls = [
         GraphCall(*report.modules[0], call.inputs, getattr(torch, report.dtype))
         for watch, report in zip(watches, reports(compiled), strict=True)
@@ -107,6 +109,17 @@ class _Watch:
     """Runs the forward and the backward graph of one Dynamo graph, and keeps what they are called with."""
 
     calls: list[_Call] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
+    """What the graph was called with that has a gradient of its own."""
+
+    def over(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph, its leaves kept."""
+
+        def call(*args: Any) -> Any:
+            self.leaves += [a for a in args if isinstance(a, Tensor) and a.is_leaf and a.requires_grad]
+            return compiled(*args)
+
+        return call
 
     def execute(self, graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
         names = [node.name for node in graph.graph.find_nodes(op="placeholder")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +11,10 @@ from torch import Tensor, fx
 
 from mpcompile.analysis.attribution import (
     Attribution,
-    Local,
-    Target,
     attribute,
-    error_of_loss,
-    errors_of,
-    local_errors,
 )
-from mpcompile.analysis.capture import GraphCall, Loss, capture
+from mpcompile.analysis.capture import Loss, capture
+from mpcompile.analysis.compared import Compared
 from mpcompile.analysis.comparison import (
     Comparison,
     Contribution,
@@ -27,11 +22,10 @@ from mpcompile.analysis.comparison import (
     NodeError,
     ResultError,
 )
-from mpcompile.analysis.evaluate import Values, floating, run
+from mpcompile.analysis.evaluate import floating
 from mpcompile.analysis.measure import distance, in_ulps, norm, range_of, ratio, worst_element
-from mpcompile.analysis.runs import Runs
-from mpcompile.analysis.scale import adapts, settle
-from mpcompile.analysis.targets import Result, loss_scale_input, results_of, size_of
+from mpcompile.analysis.scale import adapts
+from mpcompile.analysis.targets import Result, size_of
 from mpcompile.notices import MixprecError
 from mpcompile.passes.graph import (
     is_backward,
@@ -66,59 +60,19 @@ def compare(
     Raises what compiling with the same options raises, and ``MixprecError`` where no graph was captured or the policy
     leaves everything in fp32.
     """
-    calls = capture(model, inputs, kwargs, options, loss)
-    if all(call.dtype is torch.float32 for call in calls):
-        raise MixprecError("There is nothing to compare: the policy leaves this model in fp32. Give options['dtype'].")
-    with torch.no_grad():
-        compared = [_Compared.of(call, index, adapting=adapts(options)) for index, call in enumerate(calls)]
-        return _comparison(compared, str(calls[0].dtype)[6:])
+    with torch.random.fork_rng():
+        calls = capture(model, inputs, kwargs, options, loss)
+        if all(call.dtype is torch.float32 for call in calls):
+            raise MixprecError(
+                "There is nothing to compare: the policy leaves this model in fp32. Give options={'dtype': 'bf16'}."
+            )
+        with torch.no_grad():
+            adapting = adapts(options)
+            compared = [Compared.of(call, index, adapting=adapting) for index, call in enumerate(calls)]
+            return _comparison(compared, str(calls[0].dtype)[6:])
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """One call of a graph, in every precision."""
-
-    index: int
-    low: torch.dtype
-    runs: Runs
-    truth: Values
-    """In fp64, of the graph before the passes; they have no part in it."""
-    local: Mapping[str, Local]
-    results: Sequence[Result]
-    scale: float | None
-
-    @classmethod
-    def of(cls, call: GraphCall, index: int, *, adapting: bool) -> _Compared:
-        results = results_of(call.before, call.after)
-        draws: Values = {}
-        inputs, mixed = settle(call, draws) if adapting else (call.inputs, run(call.after, call.inputs, None, draws))
-        runs = Runs(
-            call.after,
-            mixed,
-            run(call.after, inputs, torch.float32, draws),
-            run(call.after, inputs, torch.float64, draws),
-        )
-        truth = run(call.before, inputs, torch.float64, draws)
-        name = loss_scale_input(call.after)
-        scale = float(inputs[name]) if name else None
-        return cls(index, call.dtype, runs, truth, local_errors(runs), results, scale)
-
-    @property
-    def everything(self) -> list[Result]:
-        """What the ranking goes by: outputs that the loss depends on and gradients, or all outputs without backward."""
-        chosen = [r for r in self.results if r.is_gradient or r.tangent]
-        return chosen if any(r.is_gradient for r in chosen) else list(self.results)
-
-    def target(self, name: str) -> Target:
-        """What is shared out under this name; ``KeyError`` where there is no such result."""
-        if name == "all":
-            return errors_of(self.runs, self.everything, relative=True)
-        if name == "loss":
-            return error_of_loss(self.runs, self.results)
-        return errors_of(self.runs, [r for r in self.results if r.name == name], relative=False)
-
-
-def _comparison(compared: Sequence[_Compared], dtype: str) -> Comparison:
+def _comparison(compared: Sequence[Compared], dtype: str) -> Comparison:
     parts = [attribute(each.runs, each.local, each.target("all"), damped=True) for each in compared]
     measured = sum(part.measured for part in parts)
     count = sum(len(each.everything) for each in compared)
@@ -138,7 +92,7 @@ def _comparison(compared: Sequence[_Compared], dtype: str) -> Comparison:
     )
 
 
-def _nodes(each: _Compared, part: Attribution, measured: float) -> list[NodeError]:
+def _nodes(each: Compared, part: Attribution, measured: float) -> list[NodeError]:
     shown = [node for node in each.runs.gm.graph.nodes if node.name in each.local and not _is_form(node)]
     return [_node(node, each, part, measured) for node in shown]
 
@@ -147,7 +101,7 @@ def _is_form(node: fx.Node) -> bool:
     return is_view(node) or is_partial_view(node) or is_tuple_view(node) or is_getitem(node)
 
 
-def _node(node: fx.Node, each: _Compared, part: Attribution, measured: float) -> NodeError:
+def _node(node: fx.Node, each: Compared, part: Attribution, measured: float) -> NodeError:
     runs, local = each.runs, each.local[node.name]
     truth, mixed, single = (_tensors(values[node.name]) for values in (runs.wide, runs.mixed, runs.single))
     size, error = norm(truth), distance(mixed, truth)
@@ -203,7 +157,7 @@ def _is_finite(value: Any) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in _tensors(value))
 
 
-def _results(each: _Compared) -> list[tuple[Result, ResultError]]:
+def _results(each: Compared) -> list[tuple[Result, ResultError]]:
     found = []
     for result in each.results:
         truth = [each.truth[result.was.name]]
@@ -220,7 +174,7 @@ def _results(each: _Compared) -> list[tuple[Result, ResultError]]:
     return found
 
 
-def _share_out(compared: Sequence[_Compared], target: str) -> Contributions:
+def _share_out(compared: Sequence[Compared], target: str) -> Contributions:
     names = dict.fromkeys(result.name for each in compared for result in each.results)
     if target not in ("all", "loss", *names):
         raise KeyError(f"There is no target {target!r}; there are 'all', 'loss', {', '.join(map(repr, names))}.")

@@ -29,11 +29,10 @@ def find_nonfinite(
     falls far enough, it is what overflows last on the way down: what keeps the scale from being larger than
     ``finite_at``. Raises what ``compare`` raises.
     """
-    for call in capture(model, inputs, kwargs, options, loss):
-        found = _find(call, adapting=adapts(options))
-        if found is not None:
-            return found
-    return None
+    with torch.random.fork_rng():
+        calls = capture(model, inputs, kwargs, options, loss)
+        found = (_find(call, adapting=adapts(options)) for call in calls)
+        return next((each for each in found if each is not None), None)
 
 
 def _find(call: GraphCall, *, adapting: bool) -> NonFinite | None:

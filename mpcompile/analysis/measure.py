@@ -60,10 +60,12 @@ def distance(found: Tensors, truth: Tensors) -> float:
 
 
 def ratio(error: float, size: float) -> float:
-    """``error`` relative to ``size``; no error is none of nothing, too."""
+    """``error`` relative to ``size``; no error is none of nothing, too; infinite where either is not a number."""
     if error == 0:
         return 0.0
-    return error / size if size else math.inf
+    if math.isnan(error) or math.isnan(size) or not size:
+        return math.inf
+    return error / size
 
 
 def worst_element(found: Tensors, truth: Tensors) -> float:

@@ -22,12 +22,16 @@ def adapts(options: Mapping[str, Any] | None) -> bool:
 def settle(call: GraphCall, draws: Values) -> tuple[Mapping[str, Any], Values]:
     """Run a graph in mixed precision, the loss scale halved until no gradient overflows, as training would.
 
-    Returns the inputs with that scale, and the values of all nodes. Not below a scale of 1.
+    Returns the inputs with that scale, and the values of all nodes. Not below a scale of 1, and not where an output is
+    not finite: no scale helps there.
     """
     inputs = dict(call.inputs)
     name = loss_scale_input(call.after)
-    gradients = [result for result in results_of(call.before, call.after) if result.is_gradient]
+    results = results_of(call.before, call.after)
+    gradients = [result for result in results if result.is_gradient]
     values = run(call.after, inputs, None, draws)
+    if not are_finite([result for result in results if not result.is_gradient], values):
+        return inputs, values
     while name and not are_finite(gradients, values) and float(inputs[name]) > 1:
         inputs[name] = inputs[name] / 2
         values = run(call.after, inputs, None, draws)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,8 @@ class Policy:
     """Rules for what computes in fp32 whatever its class: ``"layers.*.norm"``, ``"op:mm@wgrad"``, ``"param:*"``."""
     low: tuple[str, ...] = ()
     """Rules for what computes in the low type whatever its class; an ``fp32`` rule wins over them."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """Lines for people, comments in ``to_toml``: where the rules come from. No part of what the policy is."""
 
     def __post_init__(self) -> None:
         if self.dtype not in _SHORT:
@@ -81,8 +83,8 @@ class Policy:
         return policy_text.write_line(self._fields())
 
     def to_toml(self) -> str:
-        """The policy as the text of a TOML file."""
-        return policy_text.write_toml(self._fields())
+        """The policy as the text of a TOML file, the ``notes`` as comments above."""
+        return policy_text.write_toml(self._fields(), self.notes)
 
     @classmethod
     def parse(cls, text: str) -> Policy:

@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,10 @@ def read_line(text: str, where: str) -> Fields:
     return _checked(given, "", where)
 
 
-def write_toml(fields: Mapping[str, str | tuple[str, ...]]) -> str:
-    """A TOML document with one rule on each line."""
-    return "".join(f"{key} = {_toml(value)}\n" for key, value in fields.items() if value)
+def write_toml(fields: Mapping[str, str | tuple[str, ...]], notes: Sequence[str] = ()) -> str:
+    """A TOML document with one rule on each line; ``notes`` are comments above it."""
+    comments = "".join(f"# {line}".rstrip() + "\n" for note in notes for line in note.splitlines())
+    return comments + "".join(f"{key} = {_toml(value)}\n" for key, value in fields.items() if value)
 
 
 def read_toml(text: str, where: str) -> Fields:

@@ -1,0 +1,44 @@
+"""What a rule costs: the work, or the bytes, of the operations that it takes out of the low type."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
+
+from mpcompile.analysis.compared import Compared
+from mpcompile.passes.graph import dtype_of, is_backward, tensor
+from mpcompile.passes.op_classes import OpClass, classify
+from mpcompile.tuning.rules import rule_for
+
+OBJECTIVES = ("time", "memory")
+
+
+def costs(compared: Iterable[Compared], objective: str) -> dict[str, float]:
+    """The cost of every rule: floating-point operations of its matmuls for ``time``, bytes that the 16-bit operands
+    and results of forward would take more in fp32 for ``memory``."""
+    found = defaultdict[str, float](float)
+    for each in compared:
+        for node in each.runs.gm.graph.nodes:
+            if node.op == "call_function" and classify(node.target) is OpClass.LOW:
+                found[rule_for(node)] += _operations(node) if objective == "time" else _bytes(node)
+    return dict(found)
+
+
+def _operations(node: fx.Node) -> float:
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    shapes = tree_map(
+        lambda value: value.meta["val"] if isinstance(value, fx.Node) else value, (node.args, node.kwargs)
+    )
+    return float(count(*shapes[0], **shapes[1], out_val=node.meta["val"])) if count else 0.0
+
+
+def _bytes(node: fx.Node) -> float:
+    if is_backward(node):
+        return 0.0
+    values = [tensor(value) for value in (node, *node.all_input_nodes) if dtype_of(value) is not torch.float32]
+    return float(sum(value.numel() * 2 for value in values if value is not None))
