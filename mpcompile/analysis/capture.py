@@ -32,6 +32,23 @@ class GraphCall:
     """What every placeholder was, by its name: primals, and the tangents where backward ran."""
     dtype: torch.dtype
     """The low type."""
+    batch: int
+    """Which of the batches it was called with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The inputs of one call of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, given: Any) -> Batch:
+        """From a tuple or list of arguments, a dict of keyword arguments, or the only argument."""
+        if isinstance(given, Mapping):
+            return cls((), given)
+        return cls(tuple(given), {}) if isinstance(given, (tuple, list)) else cls((given,), {})
 
 
 def default_loss(output: Any) -> Tensor:
@@ -46,19 +63,17 @@ def default_loss(output: Any) -> Tensor:
 
 def capture(
     model: Callable[..., Any],
-    inputs: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    batches: Sequence[Batch],
     options: Mapping[str, Any] | None,
     loss: Loss | None,
 ) -> list[GraphCall]:
-    """Call a copy of ``model``, and backward from ``loss`` where gradients are enabled and reach anything.
+    """Call a copy of ``model`` on every batch, with backward from ``loss`` where gradients are enabled.
 
     The model, its gradients and buffers stay as they are, the random state does not. Raises what compiling with
     ``options`` raises, and ``MixprecError`` where no graph was captured.
     """
     settings = _options(options)
     subject = copy.deepcopy(model) if isinstance(model, nn.Module) else model
-    inputs, kwargs = tree_map(_own, (tuple(inputs), dict(kwargs)))
     watches: list[_Watch] = []
 
     def watched(gm: fx.GraphModule, example_inputs: Any, *, options: Any = None) -> Callable[..., Any]:
@@ -67,21 +82,27 @@ def capture(
         return watch.over(compile_graph(gm, example_inputs, Options.parse(options), execute=watch.execute))
 
     compiled = compile_apart(subject, watched, settings)
-    output = compiled(*inputs, **kwargs)
-    leaves = list({id(leaf): leaf for watch in watches for leaf in watch.leaves}.values())
-    if torch.is_grad_enabled() and leaves:
-        value = (loss or default_loss)(output)
-        if value.requires_grad:
-            # Not backward(): it would accumulate into tensors that a function refers to.
-            torch.autograd.grad(value, leaves, allow_unused=True)
-    calls = [
-        GraphCall(*report.modules[0], call.inputs, getattr(torch, report.dtype))
-        for watch, report in zip(watches, reports(compiled), strict=True)
-        for call in watch.calls
-    ]
-    if not calls:
+    found: list[GraphCall] = []
+    for index, batch in enumerate(batches):
+        args, kwargs = tree_map(_own, (batch.args, dict(batch.kwargs)))
+        output = compiled(*args, **kwargs)
+        leaves = list({id(leaf): leaf for watch in watches for leaf in watch.leaves}.values())
+        if torch.is_grad_enabled() and leaves:
+            _run_backward((loss or default_loss)(output), leaves)
+        for watch, report in zip(watches, reports(compiled), strict=True):
+            graphs, dtype = report.modules[0], getattr(torch, report.dtype)
+            found += [GraphCall(*graphs, call.inputs, dtype, index) for call in watch.calls]
+            watch.calls.clear()
+            watch.leaves.clear()
+    if not found:
         raise MixprecError("Dynamo captured no graph: everything ran eagerly, in float32. See TORCH_LOGS=graph_breaks.")
-    return calls
+    return found
+
+
+def _run_backward(loss: Tensor, leaves: Sequence[Tensor]) -> None:
+    if loss.requires_grad:
+        # Not backward(): it would accumulate into tensors that a function refers to.
+        torch.autograd.grad(loss, leaves, allow_unused=True)
 
 
 def _options(given: Mapping[str, Any] | None) -> dict[str, Any]:

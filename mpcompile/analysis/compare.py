@@ -13,7 +13,7 @@ from mpcompile.analysis.attribution import (
     Attribution,
     attribute,
 )
-from mpcompile.analysis.capture import Loss, capture
+from mpcompile.analysis.capture import Batch, Loss, capture
 from mpcompile.analysis.compared import Compared
 from mpcompile.analysis.comparison import (
     Comparison,
@@ -61,7 +61,7 @@ def compare(
     leaves everything in fp32.
     """
     with torch.random.fork_rng():
-        calls = capture(model, inputs, kwargs, options, loss)
+        calls = capture(model, [Batch(inputs, kwargs)], options, loss)
         if all(call.dtype is torch.float32 for call in calls):
             raise MixprecError(
                 "There is nothing to compare: the policy leaves this model in fp32. Give options={'dtype': 'bf16'}."

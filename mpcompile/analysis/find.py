@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpcompile.analysis.capture import GraphCall, Loss, capture
+from mpcompile.analysis.capture import Batch, GraphCall, Loss, capture
 from mpcompile.analysis.evaluate import Values, run
 from mpcompile.analysis.nonfinite import NonFinite, explain_origin, track
 from mpcompile.analysis.scale import adapts, are_finite, settle
@@ -30,7 +30,7 @@ def find_nonfinite(
     ``finite_at``. Raises what ``compare`` raises.
     """
     with torch.random.fork_rng():
-        calls = capture(model, inputs, kwargs, options, loss)
+        calls = capture(model, [Batch(inputs, kwargs)], options, loss)
         found = (_find(call, adapting=adapts(options)) for call in calls)
         return next((each for each in found if each is not None), None)
 

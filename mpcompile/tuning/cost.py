@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -18,15 +17,19 @@ from mpcompile.tuning.rules import rule_for
 OBJECTIVES = ("time", "memory")
 
 
-def costs(compared: Iterable[Compared], objective: str) -> dict[str, float]:
-    """The cost of every rule: floating-point operations of its matmuls for ``time``, bytes that the 16-bit operands
-    and results of forward would take more in fp32 for ``memory``."""
-    found = defaultdict[str, float](float)
-    for each in compared:
-        for node in each.runs.gm.graph.nodes:
-            if node.op == "call_function" and classify(node.target) is OpClass.LOW:
-                found[rule_for(node)] += _operations(node) if objective == "time" else _bytes(node)
-    return dict(found)
+def costs(each: Compared, objective: str) -> dict[str, float]:
+    """The cost of every rule in one call: floating-point operations of its matmuls for ``time``, bytes that the 16-bit
+    operands and results of forward would take more in fp32 for ``memory``."""
+    found: dict[str, float] = {}
+    for node in each.runs.gm.graph.nodes:
+        if node.op == "call_function" and classify(node.target) is OpClass.LOW:
+            found = added(found, {rule_for(node): _operations(node) if objective == "time" else _bytes(node)})
+    return found
+
+
+def added(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    """The sums over the keys of both."""
+    return {key: first.get(key, 0.0) + second.get(key, 0.0) for key in {**first, **second}}
 
 
 def _operations(node: fx.Node) -> float:

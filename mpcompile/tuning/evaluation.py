@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from mpcompile.analysis.attribution import attribute
-from mpcompile.analysis.capture import Loss, capture
+from mpcompile.analysis.capture import Batch, Loss, capture
 from mpcompile.analysis.compared import Compared
 from mpcompile.analysis.nonfinite import explain_origin, track
 from mpcompile.analysis.scale import adapts
 from mpcompile.analysis.targets import loss_scale_input
 from mpcompile.notices import MixprecError
-from mpcompile.tuning.cost import costs
+from mpcompile.tuning.cost import added, costs
 from mpcompile.tuning.rules import rule_for
-from mpcompile.tuning.scale_advice import scale_range
+from mpcompile.tuning.scale_advice import exponents_of, scale_range
 from mpcompile.tuning.search import Evaluation, Rules
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The inputs of one call of the model."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, given: Any) -> Batch:
-        """From a tuple or list of arguments, a dict of keyword arguments, or the only argument."""
-        if isinstance(given, Mapping):
-            return cls((), given)
-        return cls(tuple(given), {}) if isinstance(given, (tuple, list)) else cls((given,), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,31 +33,72 @@ class Trial:
     loss: Loss | None
     objective: str
 
-    def compared(self, rules: Rules) -> list[Compared]:
-        """Every call of every graph, in all precisions, under ``rules`` in addition to the options' own."""
-        options = {**self.options, "fp32": [*self.options.get("fp32", ()), *rules]}
-        adapting = adapts(options)
-        found = []
-        with torch.random.fork_rng():
-            for seed, batch in enumerate(self.batches):
-                torch.manual_seed(seed)  # the same dropout in every trial
-                calls = capture(self.model, batch.args, batch.kwargs, options, self.loss)
-                with torch.no_grad():
-                    found += [Compared.of(call, seed, adapting=adapting) for call in calls]
-        return found
-
     def evaluate(self, rules: Rules) -> Evaluation:
-        """Measure: the largest error over the batches, and contributions by rule."""
-        compared = self.compared(rules)
-        broken = next(filter(None, map(_broken, compared)), "")
-        if broken:
-            return Evaluation(float("inf"), {}, costs(compared, self.objective), broken)
-        errors, sizes = [], defaultdict[str, float](float)
-        with torch.no_grad():
-            for batch in range(len(self.batches)):
-                of_batch = [each for each in compared if each.index == batch]
-                errors.append(_error(of_batch, sizes))
-        return Evaluation(max(errors), dict(sizes), costs(compared, self.objective), scales=scale_range(compared))
+        """Measure under ``rules``, in addition to the options' own: the largest error over the batches.
+
+        One call of a graph is held in all precisions at a time.
+        """
+        options = {**self.options, "fp32": [*self.options.get("fp32", ()), *rules]}
+        tallies = [_Tally() for _ in self.batches]
+        exponents: Counter[int] = Counter()
+        prices: dict[str, float] = {}
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            calls = capture(self.model, self.batches, options, self.loss)
+            torch.manual_seed(0)  # the same dropout in every trial, whatever was drawn before
+            for call in calls:
+                with torch.no_grad():
+                    each = Compared.of(call, call.batch, adapting=adapts(options))
+                    if broken := _broken(each):
+                        return Evaluation(math.inf, {}, prices, broken)
+                    tallies[call.batch].add(each)
+                exponents += exponents_of(each)
+                if call.batch == 0:
+                    prices = added(prices, costs(each, self.objective))
+        return Evaluation(
+            error=max(tally.error for tally in tallies),
+            contributions=_mean([tally.contributions for tally in tallies]),
+            costs=prices,
+            scales=scale_range(exponents),
+        )
+
+
+@dataclass(slots=True)
+class _Tally:
+    """The errors of one batch, over the graphs it went through."""
+
+    total: float = 0.0
+    """Of relative errors of outputs and gradients."""
+    count: int = 0
+    largest: float = 0.0
+    """Relative error of an output."""
+    sizes: dict[str, float] = field(default_factory=dict)
+
+    def add(self, each: Compared) -> None:
+        part = attribute(each.runs, each.local, each.target("all"), damped=False)
+        self.total += part.measured
+        self.count += len(each.everything)
+        outputs = [result for result in each.everything if not result.is_gradient]
+        self.largest = max([self.largest, *map(each.error_of, outputs)])
+        nodes = {node.name: node for node in each.runs.gm.graph.nodes}
+        for name, value in part.rounding.items():
+            if rule := rule_for(nodes[name]):
+                self.sizes[rule] = self.sizes.get(rule, 0.0) + value
+
+    @property
+    def error(self) -> float:
+        return max(self.total / max(self.count, 1), self.largest)
+
+    @property
+    def contributions(self) -> dict[str, float]:
+        return {rule: size / max(self.count, 1) for rule, size in self.sizes.items()}
+
+
+def _mean(given: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for each in given:
+        found = added(found, each)
+    return {rule: size / len(given) for rule, size in found.items()}
 
 
 def _broken(each: Compared) -> str:
@@ -87,20 +114,3 @@ def _broken(each: Compared) -> str:
     if not found.rule:
         raise MixprecError(f"No set of rules makes this model finite.\n{found}")
     return found.rule
-
-
-def _error(compared: Sequence[Compared], sizes: dict[str, float]) -> float:
-    """The error of one batch; contributions are added to ``sizes``."""
-    count = sum(len(each.everything) for each in compared)
-    total, largest = 0.0, 0.0
-    for each in compared:
-        part = attribute(each.runs, each.local, each.target("all"), damped=False)
-        total += part.measured
-        for result in each.everything:
-            if not result.is_gradient:
-                largest = max(largest, each.error_of(result))
-        nodes = {node.name: node for node in each.runs.gm.graph.nodes}
-        for name, value in part.rounding.items():
-            if rule := rule_for(nodes[name]):
-                sizes[rule] += value / max(count, 1)
-    return max(total / max(count, 1), largest)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -20,19 +19,23 @@ LOST = 0.01
 """The share of gradient values that may round to zero."""
 
 
-def scale_range(compared: Iterable[Compared]) -> tuple[float, float] | None:
-    """The smallest and the largest power of two that suit the values of backward that are held in fp16.
-
-    Below the one, more than ``LOST`` of them round to zero; above the other, one of them overflows. None where nothing
-    is scaled.
-    """
+def exponents_of(each: Compared) -> Counter[int]:
+    """How many values of backward that are held in fp16 have which binary exponent, without the loss scale."""
     exponents: Counter[int] = Counter()
-    for each in compared:
-        if each.scale is None:
-            continue
-        for node in each.runs.gm.graph.nodes:
-            if is_backward(node) and dtype_of(node) is torch.float16 and isinstance(each.runs.wide[node.name], Tensor):
-                exponents += _exponents(each.runs.wide[node.name], each.scale)
+    if each.scale is None:
+        return exponents
+    for node in each.runs.gm.graph.nodes:
+        value = each.runs.wide[node.name]
+        if is_backward(node) and dtype_of(node) is torch.float16 and isinstance(value, Tensor):
+            exponents += _exponents(value, each.scale)
+    return exponents
+
+
+def scale_range(exponents: Counter[int]) -> tuple[float, float] | None:
+    """The smallest and the largest power of two that suit the values of backward, given by binary exponent.
+
+    Below the one, more than ``LOST`` of them round to zero; above the other, one of them overflows. None for no values.
+    """
     if not exponents:
         return None
     lost, smallest = LOST * sum(exponents.values()), 0
@@ -44,7 +47,6 @@ def scale_range(compared: Iterable[Compared]) -> tuple[float, float] | None:
 
 
 def _exponents(value: Tensor, scale: float) -> Counter[int]:
-    """How many values have which binary exponent, without the loss scale."""
     sizes = value.abs().flatten()
     sizes = sizes[(sizes > 0) & sizes.isfinite()]
     found, counts = (torch.frexp(sizes).exponent - 1).unique(return_counts=True)

@@ -6,6 +6,7 @@ Knows nothing of models: it is given a function that measures the error under a 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -58,9 +59,10 @@ def search(evaluate: Callable[[Rules], Evaluation], tolerance: float) -> Outcome
     .. code-block:: text
 
         while the error is above the tolerance:
-            add the rules with the largest contributions, as many as bring it below by their sum; measure
+            add the rules with the largest contributions, of those about as large the cheapest, as many as bring it below
+            by their sum; measure
         for groups of them, halved until they are single, those that contribute least for their cost first:
-            measure without the group; drop it where the error stays within the tolerance
+            measure without the group, unless it contributes too much; drop it where the error stays within the tolerance
 
     Raises ``Unreachable``, and ``OutOfBudget`` where ``evaluate`` does before the tolerance is met; once it is met,
     a set that could not be made smaller for want of measurements is returned as it is.
@@ -76,7 +78,7 @@ def search(evaluate: Callable[[Rules], Evaluation], tolerance: float) -> Outcome
         found = evaluate(rules)
         sizes.update({rule: size for rule, size in found.contributions.items() if rule not in rules})
     order = sorted(rules, key=lambda rule: (sizes.get(rule, 0.0) / (costs.get(rule) or 1.0), rule))
-    pruning = _Pruning(evaluate, tolerance, set(rules), {})
+    pruning = _Pruning(evaluate, tolerance, sizes, set(rules), {})
     with contextlib.suppress(OutOfBudget):  # what is kept by then meets the tolerance
         pruning.prune(order)
     kept = tuple(rule for rule in rules if rule in pruning.kept)
@@ -89,7 +91,7 @@ def _to_add(found: Evaluation, rules: Rules, tolerance: float) -> Rules:
     candidates = [(size, rule) for rule, size in found.contributions.items() if rule not in rules and size > 0]
     added: Rules = ()
     left = found.error
-    for size, rule in sorted(candidates, key=lambda pair: (-pair[0], pair[1])):
+    for size, rule in sorted(candidates, key=lambda pair: (_step(pair[0]), found.costs.get(pair[1], 0.0), pair[1])):
         if added and left <= tolerance:
             break
         added += (rule,)
@@ -97,22 +99,28 @@ def _to_add(found: Evaluation, rules: Rules, tolerance: float) -> Rules:
     return added
 
 
+def _step(size: float) -> int:
+    """Which of four steps to an octave a size is on, downwards: those on one step are about as large."""
+    return -round(4 * math.log2(size))
+
+
 @dataclass(slots=True)
 class _Pruning:
     evaluate: Callable[[Rules], Evaluation]
     tolerance: float
+    sizes: Mapping[str, float]
     kept: set[str]
     without: dict[str, float]
 
     def prune(self, group: list[str]) -> None:
         """Drop what of ``group`` is not needed."""
-        if not group:
-            return
-        error = self.evaluate(tuple(sorted(self.kept - set(group)))).error
-        if error <= self.tolerance:
-            self.kept -= set(group)
-        elif len(group) == 1:
-            self.without[group[0]] = error
-        else:
+        if len(group) == 1 or sum(self.sizes.get(rule, math.inf) for rule in group) <= self.tolerance:
+            error = self.evaluate(tuple(sorted(self.kept - set(group)))).error
+            if error <= self.tolerance:
+                self.kept -= set(group)
+                return
+            if len(group) == 1:
+                self.without[group[0]] = error
+        if len(group) > 1:
             self.prune(group[: len(group) // 2])
             self.prune(group[len(group) // 2 :])

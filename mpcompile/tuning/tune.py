@@ -14,13 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mpcompile.analysis.capture import Loss
+from mpcompile.analysis.capture import Batch, Loss
 from mpcompile.device import automatic_dtype, main_device
 from mpcompile.notices import MixprecError
 from mpcompile.options import Options
 from mpcompile.passes.policy import Policy
 from mpcompile.tuning.cost import OBJECTIVES
-from mpcompile.tuning.evaluation import Batch, Trial
+from mpcompile.tuning.evaluation import Trial
 from mpcompile.tuning.evidence import evidence
 from mpcompile.tuning.search import Evaluation, OutOfBudget, Unreachable, search
 from mpcompile.tuning.state import Measurements
