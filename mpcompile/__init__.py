@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mpcompile.analysis.nonfinite import NonFinite
     from mpcompile.execution.master_weights import MasterWeights, master_weights
     from mpcompile.execution.runtime import Runtime
+    from mpcompile.inspection.assertions import assert_precision
     from mpcompile.inspection.explain import explain
     from mpcompile.inspection.registry import reports
     from mpcompile.inspection.report import Report
@@ -32,6 +33,7 @@ _HOME = {
     "Comparison": "mpcompile.analysis.comparison",
     "find_nonfinite": "mpcompile.analysis.find",
     "NonFinite": "mpcompile.analysis.nonfinite",
+    "assert_precision": "mpcompile.inspection.assertions",
     "explain": "mpcompile.inspection.explain",
     "runtime": "mpcompile.loss_scaling",
     "Runtime": "mpcompile.execution.runtime",
@@ -57,6 +59,7 @@ __all__ = [
     "Runtime",
     "__version__",
     "compare",
+    "assert_precision",
     "explain",
     "find_nonfinite",
     "master_weights",
