@@ -156,9 +156,11 @@ def _source_hash() -> str:
 def _reduced_precision_flags() -> tuple[str, ...]:
     """The process's settings that change what a matmul accumulates in."""
     matmul = torch.backends.cuda.matmul
+    # Not torch.get_float32_matmul_precision(), which raises where one of these was set by itself.
+    fp32 = (matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     return (
         f"bf16_reduction={matmul.allow_bf16_reduced_precision_reduction}",
         f"fp16_reduction={matmul.allow_fp16_reduced_precision_reduction}",
         f"fp16_accumulation={matmul.allow_fp16_accumulation}",
-        f"fp32={torch.get_float32_matmul_precision()}",
+        f"fp32={[backend.fp32_precision for backend in fp32]}",
     )

@@ -1,11 +1,13 @@
 """What an fp32 matmul means is set around a compiled model's forward and backward, and put back."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from mpcompile import joint_pass
 from mpcompile.execution.backward_node import backward_nodes
 from mpcompile.execution.fp32_matmul import fp32_matmul_precision, with_fp32_matmul
 from tests.test_programs import mixprec
@@ -24,6 +26,18 @@ def before() -> Iterator[list[str]]:
     found = settings()
     yield found
     assert settings() == found
+
+
+@pytest.mark.parametrize("backend", [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul])
+def test_a_setting_of_one_backend_alone_is_in_the_cache_key(backend: Any) -> None:
+    before = joint_pass._reduced_precision_flags()
+    precision = backend.fp32_precision
+    backend.fp32_precision = "tf32"  # torch.get_float32_matmul_precision() raises from here on
+    try:
+        assert joint_pass._reduced_precision_flags() != before
+        mixprec(nn.Linear(4, 4))(torch.randn(2, 4)).sum().backward()
+    finally:
+        backend.fp32_precision = precision
 
 
 @torch.library.custom_op("mpcompile_tests::note_settings", mutates_args=())
