@@ -1,0 +1,7 @@
+"""``python -m mpcompile``."""
+
+import sys
+
+from mpcompile.cli.main import main
+
+sys.exit(main())

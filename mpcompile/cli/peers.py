@@ -1,0 +1,135 @@
+"""A model under mixprec and what it is compared with, timed in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mpcompile.cli.target import Target
+from mpcompile.device import main_device
+
+MIXPREC, AUTOCAST, FP32 = "mixprec", "compile + autocast", "compile fp32"
+COMPILER = "inductor"
+"""Who generates the code of all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What was measured of one peer."""
+
+    peer: str
+    step_ms: float
+    """Median over the rounds: forward and backward, or forward alone where nothing needs a gradient."""
+    first_step_s: float
+    """The first step, compilation included (with torch's caches as they are)."""
+    saved_bytes: int | None
+    """Bytes that forward keeps for backward, parameters, buffers and inputs apart; None without backward."""
+
+
+class Peer:
+    """One way of compiling a copy of the model, and stepping it."""
+
+    def __init__(self, name: str, target: Target, low: torch.dtype, options: Mapping[str, Any]) -> None:
+        self.name, self._target = name, target
+        self._model = target.copy_model()
+        mixprec = {"backend": "mixprec", "options": {**options, "compiler": COMPILER}}
+        self._forward = torch.compile(self._model, **(mixprec if name == MIXPREC else {"backend": COMPILER}))
+        self.device = main_device([*_parameters(self._model), *_tensors(target)])
+        self._low = low if name == AUTOCAST else None
+        scaled = self._low is torch.float16
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
+        parameters = list(_parameters(self._model))
+        self._optimizer = torch.optim.SGD(parameters, lr=0.0) if scaled and parameters else None
+
+    def forward(self) -> Tensor:
+        """The loss of one forward: what the model returns where that is one number, else its mean of squares."""
+        context: AbstractContextManager[Any] = nullcontext()
+        if self._low is not None:
+            context = torch.autocast(self.device.type, self._low)
+        with context:
+            output = self._forward(*self._target.args, **self._target.kwargs)
+        return default_loss(output)
+
+    def step(self) -> None:
+        """Forward, and backward where something needs a gradient; gradients of before are dropped."""
+        for parameter in _parameters(self._model):
+            parameter.grad = None
+        loss = self.forward()
+        if not loss.requires_grad:
+            return
+        self._scaler.scale(loss).backward()
+        if self._optimizer is not None:
+            self._scaler.unscale_(self._optimizer)
+            self._scaler.update()
+
+    def saved_bytes(self) -> int | None:
+        """Bytes of the storages that a forward makes and keeps, each once."""
+        known = {_address(tensor) for tensor in (*_state(self._model), *_tensors(self._target))}
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if _address(tensor) not in known:
+                kept[_address(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = self.forward()
+        return sum(kept.values()) if loss.requires_grad else None
+
+
+def race(target: Target, low: torch.dtype, options: Mapping[str, Any], rounds: int) -> list[Timing]:
+    """Compile the model three ways and time ``rounds`` steps of each in turns, so that noise meets all alike."""
+    torch.compiler.reset()
+    peers = [Peer(name, target, low, options) for name in (MIXPREC, AUTOCAST, FP32)]
+    first = {peer.name: _seconds(peer.step, peer.device) for peer in peers}
+    saved = {peer.name: peer.saved_bytes() for peer in peers}
+    steps: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    for _ in range(rounds):
+        for peer in peers:
+            steps[peer.name].append(_seconds(peer.step, peer.device))
+    return [Timing(name, statistics.median(times) * 1e3, first[name], saved[name]) for name, times in steps.items()]
+
+
+def default_loss(output: Any) -> Tensor:
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if len(tensors) == 1 and tensors[0].numel() == 1:
+        return tensors[0].reshape(())
+    return torch.stack([tensor.float().square().mean() for tensor in tensors]).mean()
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    work()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _tensors(target: Target) -> Sequence[Tensor]:
+    leaves = tree_leaves((target.args, dict(target.kwargs)))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _parameters(model: Any) -> Sequence[Tensor]:
+    return list(model.parameters()) if isinstance(model, nn.Module) else []
+
+
+def _state(model: Any) -> Sequence[Tensor]:
+    return [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

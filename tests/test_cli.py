@@ -1,0 +1,163 @@
+"""The command line: exit codes, help whose examples run, JSON, and what each command says."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpcompile.cli import peers
+from mpcompile.cli.command import FINDING, OK, USAGE, Command
+from mpcompile.cli.main import COMMANDS
+from mpcompile.inspection.report import Report
+from tests.cli_tools import MODEL, call, folder_with
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path) -> Iterator[Path]:
+    with folder_with({"model.py": MODEL}, tmp_path):
+        yield tmp_path
+
+
+def test_help_lists_the_commands() -> None:
+    helped = call("--help")
+    assert helped.code == OK
+    assert all(f"    {command.name}" in helped.out and command.name in helped.out for command in COMMANDS)
+    assert "exit codes: 0 done" in helped.out
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_help_ends_with_an_example(command: Command) -> None:
+    helped = call(command.name, "--help")
+    assert helped.code == OK
+    last = helped.out.rstrip().splitlines()[-1]
+    assert last == f"example: python -m mpcompile {command.example}"
+    assert command.example.split()[0] == command.name
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_examples_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "COMPILER", "aot_eager")  # generating code takes a minute
+    run = call(*command.example.split())
+    assert (run.code, run.err) == (OK, "")
+    assert run.out.strip()
+
+
+def test_as_a_module_of_python(folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mpcompile", "explain", "model.py:make", "--dtype=bf16", "--json=-", "--fp32=hed"]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == USAGE
+    assert result.stdout == ""
+    assert "Rule 'hed' matches no module; the nearest names are: 'head'" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "the following arguments are required: COMMAND"),
+        ("explian model.py:make", "invalid choice: 'explian'"),
+        ("explain", "the following arguments are required: TARGET"),
+        ("explain model.py:mak", "there is no 'mak'"),
+        ("explain model.py:make --dtype bf8", "Option `dtype` must be one of 'auto', 'bf16', 'fp16'; got 'bf8'"),
+        ("explain model.py:make --policy defualt", "Did you mean 'default'?"),
+        ("explain model.py:make --policy no.toml", "no.toml"),
+        ("explain model.py:make --dtype bf16 --fp32 op:sofmax", "Rule 'op:sofmax' matches no operator"),
+        ("explain model.py:make --dtype bf16 --low heads", "Rule 'heads' matches no module"),
+        ("explain model.py:make --dtype bf16 --json no/where.json", "'no/where.json' cannot be written: No such file"),
+        ("bench model.py:make --dtype bf16 --rounds 0", "'0' is no number of rounds"),
+        ("bench model.py:make --policy fp32", "nothing to measure in fp32; give --dtype bf16"),
+    ],
+)
+def test_what_cannot_be_done_ends_with_2(arguments: str, message: str) -> None:
+    run = call(*arguments.split())
+    assert run.code == USAGE
+    assert message in run.err
+    assert "Traceback" not in run.err
+
+
+def test_explain_shows_the_report_and_takes_the_options() -> None:
+    run = call(
+        "explain", "model.py:make", "--dtype", "fp16", "--fp32", "head", "--fp32", "norm", "--policy", "accurate"
+    )
+    assert (run.code, run.err) == (OK, "")
+    assert "low type float16, policy accurate" in run.out
+    assert "kept in fp32: 3 x rule 'head'" in run.out
+    run = call("explain", "model.py:make", "--dtype", "bf16", "--low", "norm")
+    assert "rule 'norm'" in run.out
+
+
+def test_explain_writes_json(folder: Path) -> None:
+    alone = call("explain", "model.py:make", "--dtype", "bf16", "--json", "-")
+    report = Report.from_json(alone.out)
+    assert {node.module for node in report.matmuls()} == {"body", "head"}
+    beside = call("explain", "model.py:make", "--dtype", "bf16", "--json", "report.json")
+    assert "low type bfloat16" in beside.out
+    assert beside.err == "wrote report.json\n"
+    assert Report.from_json((folder / "report.json").read_text()) == report
+
+
+def test_what_a_model_prints_is_no_json() -> None:
+    Path("loud.py").write_text(MODEL.replace("def make():", "print('importing')\n\ndef make():\n    print('making')"))
+    run = call("explain", "loud.py:make", "--dtype", "bf16", "--json", "-")
+    assert run.err == "importing\nmaking\n"
+    assert json.loads(run.out)["dtype"] == "bfloat16"
+
+
+def test_the_users_traceback_is_shown_and_ours_is_not() -> None:
+    Path("raising.py").write_text("def make():\n    raise KeyError('deep down')\n")
+    run = call("explain", "raising.py:make", "--dtype", "bf16")
+    assert run.code == USAGE
+    assert "    raise KeyError('deep down')" in run.err
+    assert run.err.endswith("mpcompile explain: make() of 'raising.py' raised KeyError: 'deep down'\n")
+    assert "cli" not in run.err
+
+
+def test_warnings_are_one_line_each() -> None:
+    run = call("explain", "model.py:make", "--policy", "accurate")
+    assert run.code == OK
+    (line,) = run.err.splitlines()
+    assert line.startswith("MixprecWarning: mixprec leaves this model in float32")
+
+
+def test_a_model_that_nothing_is_captured_of_is_a_finding() -> None:
+    Path("opaque.py").write_text(
+        "import torch\n@torch.compiler.disable\ndef f(x):\n    return x + 1\n"
+        "def make():\n    return (lambda x: f(x)), (torch.ones(3),)\n"
+    )
+    run = call("explain", "opaque.py:make", "--dtype", "bf16")
+    assert run.code == FINDING
+    assert "captured no graph" in run.err
+
+
+def bench(*arguments: str) -> tuple[list[str], dict[str, dict[str, float]]]:
+    """The rows of the table, and the figures by peer."""
+    run = call("bench", *arguments, "--json", "bench.json")
+    assert run.code == OK, run.err
+    rows = [line for line in run.out.splitlines() if line.startswith(("mixprec", "compile"))]
+    return rows, {peer["peer"]: peer for peer in json.loads(Path("bench.json").read_text())["peers"]}
+
+
+def test_bench_measures_three_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "COMPILER", "aot_eager")
+    rows, figures = bench("model.py:make", "--dtype", "bf16", "--rounds", "2")
+    assert [row.startswith(peer) for row, peer in zip(rows, figures, strict=True)] == [True] * 3
+    assert "1.00 x" in next(row for row in rows if row.startswith("compile + autocast"))
+    assert all(peer["first_step_s"] * 1e3 > peer["step_ms"] > 0 for peer in figures.values())
+    assert 0 < figures["mixprec"]["saved_bytes"] < figures["compile fp32"]["saved_bytes"]
+
+
+@pytest.mark.inductor
+def test_bench_goes_through_inductor() -> None:
+    Path("tiny.py").write_text(
+        "import torch\ndef make():\n    return torch.nn.Linear(64, 64).eval().requires_grad_(False), "
+        "(torch.randn(64, 64),)\n"
+    )
+    rows, figures = bench("tiny.py:make", "--dtype", "fp16", "--rounds", "1")
+    assert len(rows) == 3
+    assert [peer["saved_bytes"] for peer in figures.values()] == [None] * 3  # nothing needs a gradient
