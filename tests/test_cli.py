@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import mpcompile
 from mpcompile.cli import peers
 from mpcompile.cli.command import FINDING, OK, USAGE, Command
 from mpcompile.cli.main import COMMANDS
@@ -161,3 +162,33 @@ def test_bench_goes_through_inductor() -> None:
     rows, figures = bench("tiny.py:make", "--dtype", "fp16", "--rounds", "1")
     assert len(rows) == 3
     assert [peer["saved_bytes"] for peer in figures.values()] == [None] * 3  # nothing needs a gradient
+
+
+def test_compare_shows_where_the_error_comes_from() -> None:
+    run = call(*"compare model.py:make --dtype fp16 --json comparison.json --plot error.png".split())
+    assert (run.code, run.err) == (OK, "wrote comparison.json\nwrote error.png\n")
+    assert run.out.startswith("mixprec against fp64: float16, loss scale 65536")
+    comparison = mpcompile.Comparison.from_json(Path("comparison.json").read_text())
+    assert {error.name for error in comparison.gradients} >= {"body.weight", "head.bias"}
+    assert Path("error.png").read_bytes().startswith(b"\x89PNG")
+    refused = call(*"compare model.py:make --dtype bf16 --plot error.docx".split())
+    assert refused.code == USAGE
+    assert "docx" in refused.err
+
+
+def test_compare_takes_the_loss_of_the_factory() -> None:
+    Path("max.py").write_text(MODEL.replace("(torch.randn(32, 8),)", "(torch.randn(32, 8),), lambda y: y.max()"))
+    found = [json.loads(call("compare", f"{file}:make", "--dtype", "bf16", "--json", "-").out) for file in FILES]
+    sizes = [{g["name"]: g["size"] for g in comparison["gradients"]} for comparison in found]
+    assert sizes[1]["head.bias"] == 1.0  # one output of 128 alone
+    assert sizes[0]["head.bias"] != 1.0
+
+
+FILES = ("model.py", "max.py")
+
+
+def test_what_is_not_finite_is_a_finding() -> None:
+    Path("huge.py").write_text(MODEL.replace("self.norm(self.body(x))", "self.norm(self.body(x * 1e5))"))
+    run = call("compare", "huge.py:make", "--dtype", "fp16")
+    assert run.code == FINDING
+    assert "NOT FINITE first in mul (huge.py:" in run.out

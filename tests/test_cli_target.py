@@ -22,6 +22,7 @@ def positional(): return model, (x,)
 def keyword(): return model, {"input": x}
 def both(): return (lambda x, scale: model(x) * scale), ((x,), {"scale": 2.0})
 def pair_of_tensors(): return (lambda x, y: x + y), (x, x)
+def with_loss(): return model, (x,), lambda output: output.abs().max()
 def random(): return (lambda x: x), (torch.randn(3),)
 """
 
@@ -35,6 +36,11 @@ def alone(): return model
 def no_model(): return 3, (torch.ones(3),)
 def no_tuple(): return model, torch.ones(3)
 def listed(): return model, [torch.ones(3)]
+def four(): return model, (torch.ones(3),), None, None
+def no_loss(): return model, (torch.ones(3),), 3
+def two_losses(): return model, (torch.ones(3),), lambda output: output
+def bad_loss(): return model, (torch.ones(3),), lambda output: output.nope
+def integers(): return (lambda x: x.argmax()), (torch.ones(3),)
 def raises():
     return helper()
 def helper():
@@ -68,6 +74,13 @@ def test_the_forms_of_inputs() -> None:
     target = load_target("forms.py:both")
     assert (len(target.args), dict(target.kwargs)) == (1, {"scale": 2.0})
     assert len(load_target("forms.py:pair_of_tensors").args) == 2
+
+
+def test_the_loss_of_the_factory_or_the_default() -> None:
+    output = torch.tensor([1.0, -3.0])
+    assert float(load_target("forms.py:with_loss", with_loss=True).loss(output)) == 3.0
+    assert float(load_target("forms.py:positional", with_loss=True).loss(output)) == 5.0  # mean of squares
+    load_target("wrong.py:integers")  # no loss is needed
 
 
 def test_a_module_of_a_package_and_a_file_elsewhere(tmp_path: Path) -> None:
@@ -113,13 +126,19 @@ def test_loading_leaves_the_model_as_the_factory_made_it() -> None:
         ("wrong.py:three", r"returned int 3; it must return \(model, inputs\)"),
         ("wrong.py:alone", r"returned a Linear; it must return \(model, inputs\)"),
         ("wrong.py:no_model", "returned int 3 as its model"),
-        ("wrong.py:no_tuple", r"returned a tensor as its inputs; they must be a tuple, \(x,\) for a single one"),
+        (
+            "wrong.py:no_tuple",
+            r"returned a tensor of 3 numbers as its inputs; .* a tuple, \(x,\) for a single one",
+        ),
         ("wrong.py:listed", "returned a list as its inputs"),
+        ("wrong.py:four", "returned a tuple of 4; it must return"),
+        ("wrong.py:no_loss", "returned int 3 as its loss; it must be a function of the output"),
+        ("wrong.py:two_losses", "the loss must be a tensor of one number, got a tensor of 3 numbers"),
     ],
 )
 def test_mistakes_are_named(target: str, message: str) -> None:
     with pytest.raises(CannotRun, match=message) as raised:
-        load_target(target)
+        load_target(target, with_loss=True)
     assert raised.value.user_traceback == ""
 
 
@@ -128,6 +147,8 @@ def test_mistakes_are_named(target: str, message: str) -> None:
     [
         ("wrong.py:raises", "raises\\(\\) of 'wrong.py' raised KeyError", ["return helper()", "deep down"]),
         ("wrong.py:wrong_shape", "The model, uncompiled, raised RuntimeError", ["shapes cannot be multiplied"]),
+        ("wrong.py:bad_loss", "The loss raised AttributeError", ["output.nope"]),
+        ("wrong.py:integers", "The loss raised ValueError: The model returns no floating-point tensor", []),
         ("broken.py:make", "Importing 'broken.py' raised AttributeError", ["x = torch.nope"]),
         ("syntax.py:make", "Importing 'syntax.py' raised SyntaxError", ["def make(:"]),
         ("package.missing:make", r"Importing 'package\.missing' raised ModuleNotFoundError", []),
@@ -135,7 +156,7 @@ def test_mistakes_are_named(target: str, message: str) -> None:
 )
 def test_the_users_exceptions_come_with_the_users_traceback(target: str, message: str, lines: list[str]) -> None:
     with pytest.raises(CannotRun, match=message) as raised:
-        load_target(target)
+        load_target(target, with_loss=True)
     shown = raised.value.user_traceback
     assert all(line in shown for line in lines)
     assert "mpcompile/cli" not in shown

@@ -75,6 +75,11 @@ def test_inspection_does_not_import_the_backend(path: Path) -> None:
     assert offences(path, "mpcompile.backend", "mpcompile.compiler") == []
 
 
+@pytest.mark.parametrize("path", [p for p in FILES if not name_of(p).startswith(("cli/", "__main__"))], ids=name_of)
+def test_nothing_needs_the_command_line(path: Path) -> None:
+    assert offences(path, "mpcompile.cli", "mpcompile.__main__") == []
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if name_of(p) not in MAY_TOUCH_PRIVATE], ids=name_of)
 def test_private_torch_is_left_to_few_files(path: Path) -> None:
     tree = ast.parse(path.read_text())
@@ -97,6 +102,7 @@ def test_these_checks_see_an_offence(tmp_path: Path) -> None:
 LIGHT = """
 import sys
 import mpcompile
+import mpcompile.cli.main
 loaded = [name for name in ("torch._inductor", "torch._dynamo", "torch") if name in sys.modules]
 assert not loaded, loaded
 mpcompile.Policy
@@ -104,7 +110,7 @@ assert "torch._inductor" not in sys.modules
 """
 
 
-def test_importing_mpcompile_does_not_load_the_compiler() -> None:
+def test_importing_mpcompile_and_its_command_line_does_not_load_the_compiler() -> None:
     result = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
 

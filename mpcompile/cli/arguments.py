@@ -18,8 +18,9 @@ def add_target(parser: ArgumentParser, *, optional: bool = False) -> None:
         "target",
         metavar="TARGET",
         nargs="?" if optional else None,
-        help="file.py:factory or package.module:factory; the factory takes no arguments and returns (model, inputs): "
-        "inputs is a tuple, a dict of keyword arguments, or (args, kwargs)",
+        help="file.py:factory or package.module:factory; the factory takes no arguments and returns (model, inputs) "
+        "or (model, inputs, loss): inputs is a tuple, a dict of keyword arguments, or (args, kwargs); loss is a "
+        "function of the output (default: the output where it is one number, else the mean of its squares)",
     )
     group = parser.add_argument_group("options of the backend")
     group.add_argument("--dtype", metavar="TYPE", help="low type: auto (default), bf16 or fp16")

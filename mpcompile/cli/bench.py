@@ -34,7 +34,7 @@ def _run(arguments: Namespace) -> int:
     from mpcompile.options import Options
 
     options = shared.backend_options(arguments)
-    target = load_target(arguments.target)
+    target = load_target(arguments.target, with_loss=True)
     low = Options.parse(options).resolve_policy(target.automatic_dtype()).dtype
     if low is torch.float32:
         raise CannotRun("There is nothing to measure in fp32; give --dtype bf16 or --dtype fp16.")
@@ -70,8 +70,7 @@ COMMAND = Command(
     name="bench",
     summary="time and memory of a step, against compile + autocast and compile in fp32",
     details="Time forward and backward of the model (forward alone where nothing needs a gradient), compiled three "
-    "ways through Inductor, in turns. The loss is what the model returns where that is one number, else the mean of "
-    "squares of its floating-point outputs.",
+    "ways through Inductor, in turns.",
     example="bench model.py:make --dtype bf16 --rounds 3",
     add_arguments=_add_arguments,
     run=_run,

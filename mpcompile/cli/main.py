@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import warnings
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 
-from mpcompile.cli import bench, doctor, explain
+from mpcompile.cli import bench, compare, doctor, explain
 from mpcompile.cli.command import FINDING, USAGE, CannotRun, Command
 from mpcompile.notices import MixprecError, MixprecWarning
 from mpcompile.torch_messages import raised_by_backend
 
-COMMANDS: tuple[Command, ...] = (doctor.COMMAND, explain.COMMAND, bench.COMMAND)
+COMMANDS: tuple[Command, ...] = (doctor.COMMAND, explain.COMMAND, compare.COMMAND, bench.COMMAND)
 _EXIT_CODES = "exit codes: 0 done; 1 something was found that needs a look; 2 bad usage, target or option"
 
 
@@ -67,7 +68,7 @@ def _parser() -> ArgumentParser:
         own = commands.add_parser(
             command.name,
             help=command.summary,
-            description=command.details,
+            description=textwrap.fill(command.details, 79),
             epilog=f"{_EXIT_CODES}\nexample: python -m mpcompile {command.example}",
             formatter_class=RawDescriptionHelpFormatter,
         )

@@ -50,13 +50,12 @@ class Peer:
         self._optimizer = torch.optim.SGD(parameters, lr=0.0) if scaled and parameters else None
 
     def forward(self) -> Tensor:
-        """The loss of one forward: what the model returns where that is one number, else its mean of squares."""
+        """The loss of one forward."""
         context: AbstractContextManager[Any] = nullcontext()
         if self._low is not None:
             context = torch.autocast(self.device.type, self._low)
         with context:
-            output = self._forward(*self._target.args, **self._target.kwargs)
-        return default_loss(output)
+            return self._target.loss(self._forward(*self._target.args, **self._target.kwargs))
 
     def step(self) -> None:
         """Forward, and backward where something needs a gradient; gradients of before are dropped."""
@@ -96,13 +95,6 @@ def race(target: Target, low: torch.dtype, options: Mapping[str, Any], rounds: i
         for peer in peers:
             steps[peer.name].append(_seconds(peer.step, peer.device))
     return [Timing(name, statistics.median(times) * 1e3, first[name], saved[name]) for name, times in steps.items()]
-
-
-def default_loss(output: Any) -> Tensor:
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    if len(tensors) == 1 and tensors[0].numel() == 1:
-        return tensors[0].reshape(())
-    return torch.stack([tensor.float().square().mean() for tensor in tensors]).mean()
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:

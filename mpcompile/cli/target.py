@@ -36,6 +36,13 @@ class Target:
     model: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    given_loss: Callable[[Any], torch.Tensor] | None = None
+
+    def loss(self, output: Any) -> torch.Tensor:
+        """The loss of what the model returned: the factory's, else what ``mpcompile.compare`` takes by default."""
+        from mpcompile.analysis.capture import default_loss
+
+        return (self.given_loss or default_loss)(output)
 
     def automatic_dtype(self) -> torch.dtype:
         """What ``dtype="auto"`` means for the model's device."""
@@ -47,18 +54,24 @@ class Target:
         with users_code("Copying the model raised"):
             return copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model
 
-    def run_once(self) -> None:
+    def run_once(self, *, with_loss: bool) -> None:
         """Run the model, uncompiled, on a copy: what it raises is the user's to see, not a compiler's to wrap."""
         model = self.copy_model()
-        with users_code("The model, uncompiled, raised"), torch.random.fork_rng():
-            model(*self.args, **self.kwargs)
+        with torch.random.fork_rng():
+            with users_code("The model, uncompiled, raised"):
+                output = model(*self.args, **self.kwargs)
+            with users_code("The loss raised"):
+                loss = self.loss(output) if with_loss else None
+        if loss is not None and (not isinstance(loss, torch.Tensor) or loss.numel() != 1):
+            raise CannotRun(f"TARGET {self.name!r}: the loss must be a tensor of one number, got {_shown(loss)}.")
 
 
-def load_target(text: str, seed: int = SEED) -> Target:
+def load_target(text: str, *, with_loss: bool = False, seed: int = SEED) -> Target:
     """Import the file or module of ``text`` and call the factory, which takes no arguments.
 
-    It returns ``(model, inputs)``; ``inputs`` is a tuple of positional arguments, a dict of keyword arguments, or a
-    pair of both. The model is run once, uncompiled. Raises ``CannotRun``, with the user's own traceback where the
+    It returns ``(model, inputs)`` or ``(model, inputs, loss)``; ``inputs`` is a tuple of positional arguments, a dict
+    of keyword arguments, or a pair of both; ``loss`` a function of what the model returns. The model, and
+    ``with_loss`` the loss, is run once, uncompiled. Raises ``CannotRun``, with the user's own traceback where the
     user's code raises.
     """
     where, colon, name = text.rpartition(":")
@@ -69,7 +82,7 @@ def load_target(text: str, seed: int = SEED) -> Target:
     with users_code(f"{name}() of {where!r} raised"):
         made = factory()
     target = _checked(made, text)
-    target.run_once()
+    target.run_once(with_loss=with_loss)
     return target
 
 
@@ -138,26 +151,28 @@ def _factory(module: ModuleType, name: str, text: str) -> Callable[[], Any]:
 
 
 def _checked(made: Any, text: str) -> Target:
-    if not isinstance(made, tuple) or len(made) != 2:
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise CannotRun(f"TARGET {text!r} returned {_shown(made)}; it must return (model, inputs).")
-    model, inputs = made
+    model, inputs, loss = (*made, None)[:3]
+    if not callable(loss) and loss is not None:
+        raise CannotRun(f"TARGET {text!r} returned {_shown(loss)} as its loss; it must be a function of the output.")
     if not callable(model):
         raise CannotRun(f"TARGET {text!r} returned {_shown(model)} as its model; it must be a module or a function.")
     if isinstance(inputs, dict):
-        return Target(text, model, (), inputs)
+        return Target(text, model, (), inputs, loss)
     if not isinstance(inputs, tuple):
         raise CannotRun(
             f"TARGET {text!r} returned {_shown(inputs)} as its inputs; they must be a tuple, (x,) for a single one, "
             "a dict of keyword arguments, or (args, kwargs)."
         )
     if len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
-        return Target(text, model, *inputs)
-    return Target(text, model, inputs, {})
+        return Target(text, model, *inputs, loss)
+    return Target(text, model, inputs, {}, loss)
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return "a tensor"
+        return f"a tensor of {value.numel()} numbers"
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"{type(value).__name__} {value!r}" if isinstance(value, (int, str, float)) else f"a {type(value).__name__}"
