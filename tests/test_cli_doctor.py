@@ -135,7 +135,34 @@ def test_weights_that_fp16_cannot_hold() -> None:
 
 
 def test_weights_that_are_not_finite() -> None:
-    assert diagnose("losing.py:broken") == (FINDING, ["LOOK parameters: not finite: 0.weight"])
+    code, found = diagnose("losing.py:broken")
+    assert code == FINDING
+    assert found[0] == "LOOK parameters: not finite: 0.weight"
+    assert found[1].startswith("LOOK not finite: 0.weight, which enters forward, is not finite already")
+
+
+def test_values_that_fp16_cannot_hold() -> None:
+    Path("huge.py").write_text(MODEL.replace("self.norm(self.body(x))", "self.norm(self.body(x * 1e5))"))
+    assert diagnose("huge.py:make") == (OK, [])
+    code, found = diagnose("huge.py:make", "fp16")
+    assert code == FINDING
+    assert found[0].startswith("LOOK not finite: The first value of forward that is not finite is mul")
+    assert "options={'fp32': [" in found[0]
+
+
+def test_a_loss_scale_that_must_fall_is_a_note() -> None:
+    Path("steep.py").write_text(MODEL.replace("* scale", "* 30.0"))
+    code, (found,) = diagnose("steep.py:make", "fp16")
+    assert code == OK
+    assert found.startswith("note not finite: The first value of backward that is not finite")
+    assert "training skips steps until the scale has fallen there" in found
+
+
+def test_a_model_that_returns_no_floating_point_tensor() -> None:
+    Path("tokens.py").write_text(MODEL.replace("* scale", ".argmax(-1)"))
+    code, (found,) = diagnose("tokens.py:make")
+    assert code == OK
+    assert "only compared or ranked" in found
 
 
 def test_sixteen_bit_weights_without_masters() -> None:

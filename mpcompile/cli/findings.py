@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import mpcompile
 from mpcompile.cli.eager_matmuls import matmuls_outside
@@ -29,7 +30,7 @@ class Finding:
     """Something about a model that its owner may not expect."""
 
     topic: str
-    """``warning``, ``graph break``, ``outside``, ``parameters``, ``fp32`` or ``operators``."""
+    """``warning``, ``graph break``, ``outside``, ``parameters``, ``fp32``, ``operators`` or ``not finite``."""
     text: str
     way_out: str = ""
     is_note: bool = False
@@ -45,7 +46,10 @@ class Diagnosis:
 
 
 def examine(target: Target, options: Mapping[str, Any]) -> Diagnosis:
-    """Capture the model as ``explain`` does, and look for what is lost. Raises ``ValueError`` for bad rules."""
+    """Capture the model as ``explain`` does, run it once, and look for what is lost.
+
+    Raises what compiling with ``options`` raises, for rules that match nothing.
+    """
     report = None
     with warnings.catch_warnings(record=True) as caught, graph_breaks() as breaks:
         warnings.simplefilter("always")
@@ -62,6 +66,7 @@ def examine(target: Target, options: Mapping[str, Any]) -> Diagnosis:
         *_parameters(target.model, captured.dtype),
         *_kept(captured),
         *_opaque(captured),
+        *(_not_finite(target, options) if captured.matmuls() and captured.dtype != "float32" else ()),
     )
     return Diagnosis(findings, report)
 
@@ -117,6 +122,20 @@ def _opaque(report: Report) -> Iterator[Finding]:
             f"if it has: mpcompile.register_op({op.rpartition('.')[0].replace('.', '::')!r}, 'low')",
             is_note=True,
         )
+
+
+def _not_finite(target: Target, options: Mapping[str, Any]) -> Iterator[Finding]:
+    found = mpcompile.find_nonfinite(
+        target.model, *target.args, options=options, loss=lambda output: _loss(target, output), **target.kwargs
+    )
+    if found is not None:
+        # A loss scale falls until every gradient is finite: then all is as it should be.
+        yield Finding("not finite", str(found), is_note=found.finite_at is not None)
+
+
+def _loss(target: Target, output: Any) -> Tensor:
+    floating = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return target.loss(output) if target.given_loss or floating else torch.zeros(())
 
 
 def _where(node: NodeRecord) -> str:
