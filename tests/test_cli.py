@@ -192,3 +192,22 @@ def test_what_is_not_finite_is_a_finding() -> None:
     run = call("compare", "huge.py:make", "--dtype", "fp16")
     assert run.code == FINDING
     assert "NOT FINITE first in mul (huge.py:" in run.out
+
+
+def test_explain_narrows_to_modules_and_writes_html() -> None:
+    run = call(*"explain model.py:make --dtype bf16 --module head --html head.html --json head.json".split())
+    assert (run.code, run.err) == (OK, "wrote head.json\nwrote head.html\n")
+    assert {node.module for node in Report.from_json(Path("head.json").read_text()).nodes} == {"head"}
+    assert Path("head.html").read_text().startswith("<!doctype html>")
+    assert " body" not in run.out
+    refused = call(*"explain model.py:make --dtype bf16 --module hed".split())
+    assert refused.code == USAGE
+    assert "'hed' matches no module; the nearest names are: 'head'" in refused.err
+    unwritable = call(*"explain model.py:make --dtype bf16 --html no/where.html".split())
+    assert (unwritable.code, "cannot be written" in unwritable.err) == (USAGE, True)
+
+
+def test_explain_shows_the_graphs_before_and_after() -> None:
+    run = call(*"explain model.py:make --dtype bf16 --diff".split())
+    assert run.code == OK
+    assert any(line.startswith("+") and "bf16" in line for line in run.out.splitlines())

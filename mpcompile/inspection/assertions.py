@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,14 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from mpcompile.inspection.registry import reports
-from mpcompile.inspection.report import NodeRecord, Report
+from mpcompile.inspection.report import GraphReport, NodeRecord, Report
 from mpcompile.passes.op_classes import OpClass
 from mpcompile.passes.rules import Rule, op_names, parse_rule, require_match
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DIRECTIONS = ("forward", "backward")
-_ROWS = 20
+_ROWS = 12
 _WIDTH = 120
+_PARAMETER = re.compile(r"^(?:parameter|low copy of) ([^ ,]+)")
+"""How the note of a graph's input begins where it is a parameter."""
 
 
 def assert_precision(
@@ -32,14 +35,14 @@ def assert_precision(
     """Assert that what ``pattern`` names computes in ``dtype``, forward and backward or in one ``direction``.
 
     ``report`` is a ``Report``, or what ``torch.compile(..., backend="mixprec")`` returned, after a call. ``pattern`` is
-    a rule as in the options: a module path (``"layers.*.norm"``, everything inside included) or an operator
-    (``"op:softmax"``, also where it was decomposed). ``dtype`` is ``torch.float32``, ``torch.bfloat16`` or
-    ``torch.float16``.
+    a rule as in the options: a module path (``"layers.*.norm"``, everything inside included), an operator
+    (``"op:softmax"``, ``"op:linear"``, also where it was decomposed) or a parameter (``"param:*.bias"``: what reads
+    it). ``dtype`` is ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``.
 
-    Counted are operations that compute with floating-point values; those that move, select or cast them are not. Of a
-    *module* asked for in 16 bits, only those count that can gain from it: matmuls, convolutions, attention, and what a
-    ``low`` rule covers. Sums and elementwise operations between them compute in fp32 as always; name them as ``op:``.
-    See ``computed_in`` for what an operation computes in.
+    Counted are operations that compute with floating-point values; those that move, select or cast them are not. Of
+    what is asked for in 16 bits, only those count that can gain from it: matmuls, convolutions, attention, and what a
+    ``low`` rule covers. Sums and elementwise operations beside them compute in fp32 as always; where there is nothing
+    else, they are what differs. See ``computed_in`` for what an operation computes in.
 
     Raises ``AssertionError`` with a table of the operations that differ and who decided them; ``ValueError`` where
     nothing matches, naming the nearest names, and for a pattern, dtype or direction that is none; ``LookupError``
@@ -50,10 +53,9 @@ def assert_precision(
     if direction not in (None, *_DIRECTIONS):
         raise ValueError(f"direction must be 'forward', 'backward' or None for both; got {direction!r}.")
     rule = _rule(pattern)
-    nodes = _nodes(report)
-    matching = _matching(nodes, rule, direction)
+    matching = _matching(_graphs(report), rule, direction)
     wanted = _name(dtype)
-    counted = _counted(matching, rule, wanted)
+    counted = _counted(matching, wanted)
     if not counted:
         moved = ", ".join(sorted({node.name for node in matching})[:4])
         raise ValueError(f"{pattern!r} matches only operations that move, select or cast values ({moved}, ...).")
@@ -107,33 +109,52 @@ def _rule(pattern: str) -> Rule:
     rule = parse_rule(pattern)
     if rule.phase:
         raise ValueError(f"Pattern {pattern!r} has a phase; give direction='forward' or direction='backward' instead.")
-    if rule.kind == "param":
-        raise ValueError(f"Pattern {pattern!r} names parameters; name the module that reads them, or an operator.")
     return rule
 
 
-def _nodes(report: Report | Callable[..., Any]) -> tuple[NodeRecord, ...]:
+def _graphs(report: Report | Callable[..., Any]) -> tuple[GraphReport, ...]:
     if isinstance(report, Report):
-        return report.nodes
+        return report.graphs
     found = reports(report)
     if not found:
         raise LookupError("Nothing was compiled yet; call the compiled model once, or use mpcompile.explain.")
-    return tuple(node for each in found for node in each.nodes)
+    return tuple(graph for each in found for graph in each.graphs)
 
 
-def _matching(nodes: Sequence[NodeRecord], rule: Rule, direction: str | None) -> list[NodeRecord]:
-    require_match(rule, _known(nodes, rule))
-    matching = [node for node in nodes if any(map(rule.matches, _names(node, rule)))]
+def _matching(graphs: Sequence[GraphReport], rule: Rule, direction: str | None) -> list[NodeRecord]:
+    named = [(node, names) for graph in graphs for node, names in _named(graph, rule.kind)]
+    require_match(rule, (name for _, names in named for name in names))
+    matching = [node for node, names in named if any(map(rule.matches, names))]
     there = [node for node in matching if direction in (None, node.direction)]
     if not there:
         raise ValueError(f"{str(rule)!r} matches no operation in {direction}, only {len(matching)} in the other.")
     return there
 
 
-def _names(node: NodeRecord, rule: Rule) -> Iterable[str]:
-    if rule.kind == "module":
-        return (node.module,)
-    return op_names(_packet(node.op)) | op_names(_packet(node.user_op))
+def _named(graph: GraphReport, kind: str) -> Iterator[tuple[NodeRecord, set[str]]]:
+    """Every operation, with the names under which a rule of this kind finds it."""
+    read = _parameters_read(graph) if kind == "param" else {}
+    for node in graph.nodes:
+        if kind == "module":
+            yield node, {node.module.rsplit(".", depth)[0] for depth in range(node.module.count(".") + 1)}
+        elif kind == "op":
+            yield node, op_names(_packet(node.op)) | op_names(_packet(node.user_op)) | {node.call}
+        else:
+            yield node, read.get(node.name, set())
+
+
+def _parameters_read(graph: GraphReport) -> dict[str, set[str]]:
+    """The names of the parameters that each operation reads, seen through views and casts."""
+    held: dict[str, set[str]] = {}
+    read: dict[str, set[str]] = {}
+    for value in graph.values:
+        if value.kind == "input":
+            held[value.name] = set(_PARAMETER.findall(value.note))
+        elif value.kind in ("view", "cast"):
+            held[value.name] = set().union(*(held.get(source, set()) for source in value.reads))
+        else:
+            read[value.name] = set().union(*(held.get(source, set()) for source in value.reads))
+    return read
 
 
 def _packet(op: str) -> str:
@@ -144,21 +165,12 @@ def _packet(op: str) -> str:
     return name if namespace in ("aten", "prims") else f"{namespace}::{name}"
 
 
-def _known(nodes: Sequence[NodeRecord], rule: Rule) -> Iterator[str]:
-    """What the rule may match: operators, or modules with everything around them."""
-    for node in nodes:
-        for name in _names(node, rule):
-            yield name
-            if rule.kind == "module":
-                yield from (name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1))
-
-
-def _counted(matching: Sequence[NodeRecord], rule: Rule, wanted: str) -> list[NodeRecord]:
+def _counted(matching: Sequence[NodeRecord], wanted: str) -> list[NodeRecord]:
     computing = [node for node in matching if computed_in(node)]
-    if rule.kind == "module" and wanted != "float32":
-        gaining = [node for node in computing if node.op_class == OpClass.LOW.value or node.precision == "low"]
-        return gaining or computing
-    return computing
+    if wanted == "float32":
+        return computing
+    gaining = [node for node in computing if node.op_class == OpClass.LOW.value or node.precision == "low"]
+    return gaining or computing
 
 
 def _complaint(pattern: str, wanted: str, differing: Sequence[NodeRecord], count: int) -> str:

@@ -48,6 +48,8 @@ class NodeRecord:
     """``file:line`` of the model's code."""
     direction: str
     """``forward`` or ``backward``."""
+    call: str = ""
+    """Function of torch that the model called, e.g. ``linear``; ``""`` where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from mpcompile.passes.graph import (
     EXACT,
     KEPT,
     LOW_DTYPES,
+    call_name,
     is_backward,
     is_cast,
     is_getitem,
@@ -119,6 +120,7 @@ class _Transcription:
             module=module_path(node),
             source=source_line(node),
             direction=self._direction(node),
+            call=call_name(node),
         )
 
     def _cast(self, node: fx.Node) -> CastRecord:

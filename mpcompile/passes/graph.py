@@ -167,6 +167,17 @@ def module_path(node: fx.Node) -> str:
     return normalise_path(str(list(stack.values())[-1][0]))
 
 
+def call_name(node: fx.Node) -> str:
+    """The torch function or method the model called for this node, forward or backward (``linear``), or ``""``."""
+    stack = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack")
+    if not stack:
+        return ""
+    name, called = stack[-1]
+    if isinstance(called, type):  # a module of torch.nn, under the name of Dynamo's node for what it calls
+        return re.sub(r"_\d+$", "", str(name))
+    return str(getattr(called, "__name__", called))
+
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
