@@ -1,6 +1,7 @@
 """``doctor``: what it says of the machine, and that it finds each thing a model can lose, and nothing else."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,7 +120,7 @@ def test_work_outside_the_graphs_is_found() -> None:
 
 def test_the_table_of_findings_says_the_way_out_once() -> None:
     run = call("doctor", "losing.py:outside", "--dtype", "bf16")
-    assert run.code == FINDING
+    assert (run.code, run.err) == (FINDING, "")
     assert run.out.count("TORCH_LOGS=graph_breaks") == 1
     assert "LOOK  outside: " in run.out
     assert "low type bfloat16" in run.out
@@ -210,6 +211,7 @@ def test_the_machine() -> None:
     assert run.out.splitlines()[0].strip() == "versions"
     assert torch.__version__ in run.out
     assert "supported: 2.11 or newer is needed" in run.out
+    assert re.search(r"entry point +yes", run.out)
     assert f"cpu ({torch.backends.cpu.get_cpu_capability()}, 1 threads)" in run.out
     facts = json.loads(call("doctor", "--json", "-").out)
     assert facts["findings"] is None

@@ -112,6 +112,12 @@ def test_loading_leaves_the_model_as_the_factory_made_it() -> None:
     assert int(model[0].num_batches_tracked) == 0
 
 
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "list_backends", lambda: ["inductor"])
+    with pytest.raises(CannotRun, match=r"does not find the backend 'mixprec': install this package"):
+        load_target("model.py:make")
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [

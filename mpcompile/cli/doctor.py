@@ -68,7 +68,10 @@ def _print(machine: list[Fact], diagnosis: Diagnosis | None) -> None:
         console.print(f"model\n{diagnosis.report.summary()}\n")
     findings = diagnosis.findings
     for finding, following in itertools.zip_longest(findings, findings[1:]):
-        console.print(f"{'note' if finding.is_note else 'LOOK'}  {finding.topic}: {finding.text}", soft_wrap=True)
+        first, *others = finding.text.splitlines()
+        console.print(f"{'note' if finding.is_note else 'LOOK'}  {finding.topic}: {first}", soft_wrap=True)
+        for line in others:
+            console.print(f"      {line.strip()}", soft_wrap=True)
         if finding.way_out and (following is None or following.way_out != finding.way_out):
             console.print(f"      {finding.way_out}", style="dim", soft_wrap=True)
     if not findings:

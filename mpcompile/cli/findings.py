@@ -125,9 +125,11 @@ def _opaque(report: Report) -> Iterator[Finding]:
 
 
 def _not_finite(target: Target, options: Mapping[str, Any]) -> Iterator[Finding]:
-    found = mpcompile.find_nonfinite(
-        target.model, *target.args, options=options, loss=lambda output: _loss(target, output), **target.kwargs
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MixprecWarning)  # said already
+        found = mpcompile.find_nonfinite(
+            target.model, *target.args, options=options, loss=lambda output: _loss(target, output), **target.kwargs
+        )
     if found is not None:
         # A loss scale falls until every gradient is finite: then all is as it should be.
         yield Finding("not finite", str(found), is_note=found.finite_at is not None)

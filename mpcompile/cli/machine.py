@@ -55,6 +55,11 @@ def devices() -> list[torch.device]:
     return found
 
 
+def is_registered() -> bool:
+    """Whether torch finds the backend ``mixprec``, by the entry point that installing the package makes."""
+    return "mixprec" in torch.compiler.list_backends()
+
+
 def _versions() -> Iterator[Fact]:
     oldest = ".".join(map(str, OLDEST_TORCH))
     fits = "supported" if is_supported(torch.__version__) else "too old"
@@ -104,6 +109,7 @@ def _settings() -> Iterator[Fact]:
 
 
 def _installed() -> Iterator[Fact]:
+    yield Fact("installed", "entry point", "yes" if is_registered() else "no", "torch finds backend='mixprec' by it")
     for name, use in _OPTIONAL.items():
         try:
             yield Fact("installed", name, version(name), use)

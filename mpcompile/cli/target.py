@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from mpcompile.cli.command import CannotRun
+from mpcompile.cli.machine import is_registered
 from mpcompile.device import automatic_dtype, main_device
 
 SEED = 0
@@ -74,6 +75,8 @@ def load_target(text: str, *, with_loss: bool = False, seed: int = SEED) -> Targ
     ``with_loss`` the loss, is run once, uncompiled. Raises ``CannotRun``, with the user's own traceback where the
     user's code raises.
     """
+    if not is_registered():
+        raise CannotRun("torch does not find the backend 'mixprec': install this package (pip install .).")
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
         raise CannotRun(f"TARGET {text!r} is not understood; write file.py:factory or package.module:factory.")
