@@ -266,11 +266,11 @@ def test_every_accelerator_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Stack(nn.Module):
-    """Of torch's modules alone, and one product of its own: lines tell the second, modules the first."""
+    """Modules of torch alone, and one product of its own: lines tell the second, modules the first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True))
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(3, 3, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x) @ self.layers[0].weight
