@@ -45,7 +45,8 @@ def test_help_ends_with_an_example(command: Command) -> None:
 def test_examples_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "COMPILER", "aot_eager")  # generating code takes a minute
     run = call(*command.example.split())
-    assert (run.code, run.err) == (OK, "")
+    written = "wrote policy.toml\n" if "--out" in command.example else ""
+    assert (run.code, run.err) == (OK, written)
     assert run.out.strip()
 
 
@@ -71,7 +72,10 @@ def test_as_a_module_of_python(folder: Path) -> None:
         ("explain model.py:make --dtype bf16 --fp32 op:sofmax", "Rule 'op:sofmax' matches no operator"),
         ("explain model.py:make --dtype bf16 --low heads", "Rule 'heads' matches no module"),
         ("explain model.py:make --dtype bf16 --json no/where.json", "'no/where.json' cannot be written: No such file"),
-        ("bench model.py:make --dtype bf16 --rounds 0", "'0' is no number of rounds"),
+        ("bench model.py:make --dtype bf16 --rounds 0", "'0' is no count; give 1 or more"),
+        ("tune model.py:make --dtype bf16 --tolerance 2", "'2' is no relative error; give a number between 0 and 1"),
+        ("tune model.py:make --dtype bf16 --tolerance little", "'little' is no relative error"),
+        ("tune model.py:make --policy torch --dtype bf16", "give those instead of a Policy or policy='torch'"),
         ("bench model.py:make --policy fp32", "nothing to measure in fp32; give --dtype bf16"),
     ],
 )
@@ -211,3 +215,24 @@ def test_explain_shows_the_graphs_before_and_after() -> None:
     run = call(*"explain model.py:make --dtype bf16 --diff".split())
     assert run.code == OK
     assert any(line.startswith("+") and "bf16" in line for line in run.out.splitlines())
+
+
+def test_tune_writes_a_policy_that_the_other_commands_take() -> None:
+    run = call(*"tune model.py:make --dtype bf16 --tolerance 0.002 --batches 2 --out tuned.toml".split())
+    assert (run.code, run.err) == (OK, "wrote tuned.toml\n")
+    policy = mpcompile.Policy.from_toml(Path("tuned.toml"))
+    assert policy.fp32
+    assert run.out == Path("tuned.toml").read_text()
+    assert "# tolerance 2.00e-03, objective time" in run.out
+    compared = json.loads(call(*"compare model.py:make --policy tuned.toml --json -".split()).out)
+    assert compared["error"] <= 0.002
+    assert json.loads(call(*"compare model.py:make --dtype bf16 --json -".split()).out)["error"] > 0.002
+
+
+def test_tune_says_where_it_cannot() -> None:
+    run = call(*"tune model.py:make --dtype bf16 --tolerance 1e-12".split())
+    assert run.code == FINDING
+    assert "cannot meet tolerance=1e-12" in run.err
+    Path("both.py").write_text(MODEL.replace("(torch.randn(32, 8),)", "((torch.randn(32, 8),), {'scale': 2.0})"))
+    both = call(*"tune both.py:make --dtype bf16".split())
+    assert (both.code, "returned both" in both.err) == (USAGE, True)

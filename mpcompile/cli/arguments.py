@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +34,13 @@ def add_target(parser: ArgumentParser, *, optional: bool = False) -> None:
 def add_json(parser: ArgumentParser) -> None:
     """``--json``."""
     parser.add_argument("--json", metavar="FILE", help="write it as JSON too; - prints only that")
+
+
+def count(text: str) -> int:
+    """The ``type`` of an argument that is a number of things, at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no count; give 1 or more")
+    return int(text)
 
 
 def backend_options(arguments: Namespace) -> dict[str, Any]:

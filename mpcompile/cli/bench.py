@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
 from mpcompile.cli import arguments as shared
@@ -17,13 +17,9 @@ if TYPE_CHECKING:
 def _add_arguments(parser: ArgumentParser) -> None:
     shared.add_target(parser)
     shared.add_json(parser)
-    parser.add_argument("--rounds", type=_rounds, default=15, metavar="N", help="steps of each, in turns (default 15)")
-
-
-def _rounds(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no number of rounds; give 1 or more")
-    return int(text)
+    parser.add_argument(
+        "--rounds", type=shared.count, default=15, metavar="N", help="steps of each, in turns (default 15)"
+    )
 
 
 def _run(arguments: Namespace) -> int:

@@ -9,12 +9,12 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 
-from mpcompile.cli import bench, compare, doctor, explain
+from mpcompile.cli import bench, compare, doctor, explain, tune
 from mpcompile.cli.command import FINDING, USAGE, CannotRun, Command
 from mpcompile.notices import MixprecError, MixprecWarning
 from mpcompile.torch_messages import raised_by_backend
 
-COMMANDS: tuple[Command, ...] = (doctor.COMMAND, explain.COMMAND, compare.COMMAND, bench.COMMAND)
+COMMANDS: tuple[Command, ...] = (doctor.COMMAND, explain.COMMAND, compare.COMMAND, tune.COMMAND, bench.COMMAND)
 _EXIT_CODES = "exit codes: 0 done; 1 something was found that needs a look; 2 bad usage, target or option"
 
 
