@@ -29,11 +29,11 @@ except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0+unknown"
 
 _HOME = {
+    "assert_precision": "mpcompile.inspection.assertions",
     "compare": "mpcompile.analysis.compare",
     "Comparison": "mpcompile.analysis.comparison",
     "find_nonfinite": "mpcompile.analysis.find",
     "NonFinite": "mpcompile.analysis.nonfinite",
-    "assert_precision": "mpcompile.inspection.assertions",
     "explain": "mpcompile.inspection.explain",
     "runtime": "mpcompile.loss_scaling",
     "Runtime": "mpcompile.execution.runtime",
@@ -58,8 +58,8 @@ __all__ = [
     "Report",
     "Runtime",
     "__version__",
-    "compare",
     "assert_precision",
+    "compare",
     "explain",
     "find_nonfinite",
     "master_weights",
