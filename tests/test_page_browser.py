@@ -74,6 +74,11 @@ class Page:
 
         self.press("/", *text, Keys.ENTER)
 
+    def wait_for(self, selector: str, text: str) -> None:
+        from selenium.webdriver.support.wait import WebDriverWait
+
+        WebDriverWait(self.browser, 5).until(lambda _: self.text(selector) == text)
+
     def errors(self) -> list[Any]:
         return self.browser.get_log("browser")
 
@@ -135,7 +140,7 @@ def test_a_click_on_a_node_shows_its_records(browser: Any, gpt: Report, tmp_path
     page.one("#details section .link").click()  # what it reads
     assert page.text("#details h2") == "add_25"
     page.browser.back()
-    assert page.text("#details h2") == node.name
+    page.wait_for("#details h2", node.name)
     assert page.errors() == []
 
 
@@ -165,7 +170,7 @@ def overlaps(page: Page, pane: str) -> int:
 @pytest.mark.parametrize("module", ["", "layers", "layers.3", "layers.3.attention", "layers.3.mlp_norm"])
 def test_items_do_not_overlap(browser: Any, gpt: Report, tmp_path: Path, module: str) -> None:
     page = Page(browser, gpt, tmp_path)
-    browser.execute_script("show({module: arguments[0], node: null}); fromAddress()", module)
+    browser.execute_script("show({module: arguments[0], node: null})", module)
     for pane in ("#forward", "#backward"):
         assert len(page.all(f"{pane} g.item")) > 2
         assert overlaps(page, pane) == 0
@@ -228,9 +233,7 @@ def test_5000_nodes_in_one_module_are_drawn_in_parts(browser: Any, tmp_path: Pat
 def test_what_the_model_calls_things_is_shown_as_it_is(browser: Any, tmp_path: Path) -> None:
     page = Page(browser, hostile_report(), tmp_path)
     page.search("onerror")
-    browser.execute_script(
-        "show({module: arguments[0], node: report.graphs[0].nodes[1]}); fromAddress()", f"{HOSTILE}.{HOSTILE}"
-    )
+    browser.execute_script("show({module: arguments[0], node: report.graphs[0].nodes[1]})", f"{HOSTILE}.{HOSTILE}")
     assert page.text("#overview h2") == f"{HOSTILE}.{HOSTILE}"
     assert page.text("#details h2") == f"{HOSTILE}2"
     assert page.text("#details dl").count(HOSTILE) >= 6

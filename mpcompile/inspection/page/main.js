@@ -11,8 +11,8 @@ function currentGraph() {
 function show(change) {
   const next = { graph: state.graph, module: state.module, node: state.node, ...change };
   const hash = new URLSearchParams({ g: next.graph, m: next.module, ...(next.node ? { n: next.node.name } : {}) });
-  if (`#${hash}` === location.hash) render(next);
-  else location.hash = hash;
+  if (`#${hash}` !== location.hash) history.pushState(null, "", `#${hash}`);
+  render(next);
 }
 
 function fromAddress() {
@@ -82,7 +82,7 @@ function start() {
     drawPanes();
     markSelected(state.node);
   });
-  window.addEventListener("hashchange", fromAddress);
+  window.addEventListener("popstate", fromAddress);
   setUpSearch(searchIndex(report));
   fromAddress();
 }
