@@ -80,6 +80,16 @@ def test_nothing_needs_the_command_line(path: Path) -> None:
     assert offences(path, "mpcompile.cli", "mpcompile.__main__") == []
 
 
+@pytest.mark.parametrize("path", [p for p in FILES if name_of(p).startswith("inspection/")], ids=name_of)
+def test_inspection_does_not_import_the_analysis(path: Path) -> None:
+    assert offences(path, "mpcompile.analysis", "mpcompile.tuning") == []
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if name_of(p).startswith("analysis/")], ids=name_of)
+def test_the_analysis_does_not_import_the_tuning(path: Path) -> None:
+    assert offences(path, "mpcompile.tuning", "mpcompile.cli") == []
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if name_of(p) not in MAY_TOUCH_PRIVATE], ids=name_of)
 def test_private_torch_is_left_to_few_files(path: Path) -> None:
     tree = ast.parse(path.read_text())

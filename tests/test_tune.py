@@ -16,7 +16,7 @@ from mpcompile.tuning.scale_advice import scale_range
 from tests.helpers import Net
 
 BF16 = {"dtype": "bf16"}
-PLANTED = (3, 8, 13)
+PLANTED = (2, 6, 9)
 
 
 class Shifted(nn.Linear):
@@ -42,7 +42,7 @@ class Deep(nn.Module):
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Policy, Path]:
     torch.manual_seed(0)
-    model, state = Deep(16, PLANTED), tmp_path_factory.mktemp("tune") / "state.json"
+    model, state = Deep(12, PLANTED), tmp_path_factory.mktemp("tune") / "state.json"
     policy = mpcompile.tune(model, [torch.randn(32, 16)], options=BF16, state=state, progress=False)
     return model, policy, state
 
@@ -94,7 +94,7 @@ def test_it_goes_on_where_it_was(
 ) -> None:
     model, policy, finished = tuned
     torch.manual_seed(0)
-    Deep(16, PLANTED)
+    Deep(12, PLANTED)
     batches = [torch.randn(32, 16)]
 
     def measure(*_: object) -> None:
@@ -115,7 +115,7 @@ def test_it_goes_on_where_it_was(
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_gpt_of_the_demo_needs_nothing(dtype: str) -> None:
-    model = build_gpt(Shape(layers=1, width=64, context=16), 0, torch.device("cpu"))
+    model = build_gpt(Shape(layers=1, width=32, context=16), 0, torch.device("cpu"))
     tokens = torch.randint(0, 256, (2, 17))
     policy = mpcompile.tune(model, [(tokens[:, :-1], tokens[:, 1:])], options={"dtype": dtype}, progress=False)
     assert policy.fp32 == ()

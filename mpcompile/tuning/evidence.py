@@ -14,7 +14,8 @@ def evidence(found: Outcome, before: Evaluation, tolerance: float, objective: st
         f"without rules of its own: {before.error:.2e}",
     ]
     if found.rules:
-        lines.append(f"with the {len(found.rules)} rules below: {found.evaluation.error:.2e}")
+        plural = "s" if len(found.rules) > 1 else ""
+        lines.append(f"with {len(found.rules)} rule{plural}: {found.evaluation.error:.2e}")
     else:
         lines.append("Nothing needs fp32.")
     lines += [f"  {rule}: {_alone(rule, found)}" for rule in found.rules]

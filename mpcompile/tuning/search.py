@@ -59,10 +59,10 @@ def search(evaluate: Callable[[Rules], Evaluation], tolerance: float) -> Outcome
     .. code-block:: text
 
         while the error is above the tolerance:
-            add the rules with the largest contributions, of those about as large the cheapest, as many as bring it below
-            by their sum; measure
+            add the rules with the largest contributions, of those about as large the cheapest, as many as bring it
+            below by their sum; measure
         for groups of them, halved until they are single, those that contribute least for their cost first:
-            measure without the group, unless it contributes too much; drop it where the error stays within the tolerance
+            measure without the group, unless it contributes too much; drop it where the error stays within
 
     Raises ``Unreachable``, and ``OutOfBudget`` where ``evaluate`` does before the tolerance is met; once it is met,
     a set that could not be made smaller for want of measurements is returned as it is.
