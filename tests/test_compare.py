@@ -134,6 +134,42 @@ def test_the_loss_is_the_users() -> None:
     assert sizes["last.weight"] == pytest.approx(float(model.last.weight.grad.norm()), rel=0.02)  # type: ignore[union-attr]
 
 
+def test_a_branch_is_one_operation() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda y: self.layer(y), lambda y: y * 2, (x,))
+
+    for x in (torch.ones(4, 8) / 3, -torch.ones(4, 8)):
+        found = mpcompile.compare(Branch(), x, options=BF16)
+        (branch,) = [node for node in found.nodes if node.op == "cond" and node.direction == "forward"]
+        assert (branch.introduced > 1e-4) == bool(x.sum() > 0)  # the other branch multiplies by two
+        assert found.unmeasured == ()
+
+
+@torch.library.custom_op("analysis_tests::low_only", mutates_args=())
+def low_only(x: Tensor) -> Tensor:
+    assert x.dtype is torch.bfloat16
+    return x.sin()
+
+
+@low_only.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_cannot_run_in_fp64_is_named() -> None:
+    with torch.no_grad():
+        found = mpcompile.compare(lambda x: low_only(x.bfloat16()).float(), torch.randn(4, 8), options=BF16)
+    (name,) = found.unmeasured
+    assert name.startswith("low_only")
+    assert Comparison.from_json(found.to_json()) == found
+    assert "what it rounds is not seen: low_only" in str(found)
+
+
 def test_a_function_and_keyword_arguments() -> None:
     weight = torch.randn(8, 8, requires_grad=True)
 

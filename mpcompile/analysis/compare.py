@@ -22,12 +22,13 @@ from mpcompile.analysis.comparison import (
     NodeError,
     ResultError,
 )
-from mpcompile.analysis.evaluate import floating
+from mpcompile.analysis.evaluate import floating, is_unseen
 from mpcompile.analysis.measure import distance, in_ulps, norm, range_of, ratio, worst_element
 from mpcompile.analysis.scale import adapts
 from mpcompile.analysis.targets import Result, size_of
 from mpcompile.notices import MixprecError
 from mpcompile.passes.graph import (
+    describe,
     is_backward,
     is_getitem,
     is_partial_view,
@@ -88,6 +89,7 @@ def _comparison(compared: Sequence[Compared], dtype: str) -> Comparison:
         error=measured / max(count, 1),
         attributed=ratio(sum(map(_total, parts)), measured),
         barriers=tuple(f"{name}: {why}" for part in parts for name, why in part.barriers.items()),
+        unmeasured=tuple(describe(node) for each in compared for node in each.runs.gm.graph.nodes if is_unseen(node)),
         share_out=lambda target: _share_out(compared, target),
     )
 

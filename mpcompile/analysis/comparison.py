@@ -161,6 +161,8 @@ class Comparison:
     """Share of ``error`` that the contributions add up to; far from 1, rounding is no longer a small perturbation."""
     barriers: tuple[str, ...]
     """Operations that have no derivative, so that errors made before them are in no contribution."""
+    unmeasured: tuple[str, ...] = ()
+    """Operations that cannot run in fp64 (custom operators in 16 bits, loops): what they round is in no error here."""
     share_out: Callable[[str], Contributions] | None = dataclasses.field(default=None, compare=False, repr=False)
     """Shares out another target; None in a comparison that was read from JSON."""
 
@@ -213,6 +215,7 @@ class Comparison:
         data["gradients"] = tuple(_read(ResultError, result) for result in data["gradients"])
         data["outputs"] = tuple(_read(ResultError, result) for result in data["outputs"])
         data["barriers"] = tuple(data["barriers"])
+        data["unmeasured"] = tuple(data["unmeasured"])
         return _read(cls, data)
 
 

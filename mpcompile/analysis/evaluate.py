@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mpcompile.analysis.attention import attend, is_attention
-from mpcompile.passes.graph import LOW_DTYPES, aten, packet_name, prims, tensor
+from mpcompile.notices import MixprecError
+from mpcompile.passes.graph import LOW_DTYPES, aten, describe, dtype_of, packet_name, prims, tensor
 from mpcompile.passes.op_classes import OpClass, classify
 
 Values = dict[str, Any]
@@ -72,15 +73,24 @@ def is_random(node: fx.Node) -> bool:
 
 def is_whole(node: fx.Node) -> bool:
     """Whether a node computes only in the dtypes it was traced with: a custom operator, the bits of a value, a
-    higher-order op other than ``invoke_subgraph``."""
+    higher-order op other than those in ``_NESTED``."""
     if node.target is aten.view.dtype:
         return True
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return packet_name(node.target) != "invoke_subgraph"
+        return packet_name(node.target) not in _NESTED
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     known = node.target.namespace in ("aten", "prims")
     return not known and classify(node.target) in (OpClass.OPAQUE, OpClass.LOW)
+
+
+def is_unseen(node: fx.Node) -> bool:
+    """Whether what a node rounds to 16 bits cannot be told, because it does so in a wide run as well."""
+    if node.op != "call_function" or not is_whole(node):
+        return False
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    return any(dtype_of(value) in LOW_DTYPES for value in (node, *node.all_input_nodes))
 
 
 def evaluate(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], wide: torch.dtype | None) -> Any:
@@ -97,9 +107,8 @@ def evaluate(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], wide:
         values = {source.name: value for source, value in _pairs(node, args, kwargs)}
         narrow_args, narrow_kwargs = traced(node, values)
         return widened(_call(node, narrow_args, narrow_kwargs), wide)
-    if packet_name(node.target) == "invoke_subgraph":
-        body, _, *operands = args
-        return _run_body(body, operands, wide)
+    if packet_name(node.target) in _NESTED and isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _run_body(node, *_NESTED[packet_name(node.target)](*args), wide)
     args, kwargs = tree_map(lambda v: wide if isinstance(v, torch.dtype) and v in _NARROW else v, (args, kwargs))
     if is_attention(node):
         return attend(node, args, kwargs)
@@ -154,14 +163,24 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return node.target(*args, **kwargs)
 
 
-def _run_body(body: fx.GraphModule, operands: list[Any], wide: torch.dtype) -> Any:
-    names = [node.name for node in body.graph.find_nodes(op="placeholder")]
+def _run_body(node: fx.Node, body: fx.GraphModule, operands: Sequence[Any], wide: torch.dtype) -> Any:
+    names = [inner.name for inner in body.graph.find_nodes(op="placeholder")]
     (output,) = body.graph.find_nodes(op="output")
     draws: Values = {}
     (result,) = run(body, dict(zip(names, operands, strict=True)), wide, draws)[output.name]
     if draws:
-        raise NotImplementedError("random operations inside a nested graph cannot be replayed")
+        raise MixprecError(
+            f"{describe(node)} draws random numbers in a graph of its own, where they cannot be replayed in another "
+            "precision. Compare the model in eval mode, or without that part."
+        )
     return result
+
+
+_NESTED: dict[str, Callable[..., tuple[fx.GraphModule, Sequence[Any]]]] = {
+    "invoke_subgraph": lambda body, _, *operands: (body, operands),
+    "cond": lambda condition, true, false, operands: (true if condition else false, operands),
+}
+"""Higher-order ops that run one body once: from the arguments of the call, the body and its operands."""
 
 
 def _convert(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -38,6 +38,8 @@ def _summary(comparison: Comparison) -> Iterable[str]:
     yield f"  the operations account for {comparison.attributed:.0%} of it, to first order"
     for barrier in comparison.barriers:
         yield f"  not seen through: {barrier}"
+    for operation in comparison.unmeasured:
+        yield f"  what it rounds is not seen: {operation}"
     yield ""
 
 
