@@ -40,9 +40,10 @@ def test_an_overflow_in_backward_leaves_the_step_to_be_skipped() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_without_a_scale_that_falls_backward_raises() -> None:
+@pytest.mark.parametrize("scale", [2.0**16, {"init_scale": 2.0**16, "floor": 2.0**16}], ids=["static", "at its floor"])
+def test_without_a_scale_that_falls_backward_raises(scale: object) -> None:
     model, x = build(Mlp, GradientOverflows)
-    compiled = torch.compile(model, backend="mixprec", options={**CHECKED, "loss_scale": 2.0**16})
+    compiled = torch.compile(model, backend="mixprec", options={**CHECKED, "loss_scale": scale})
     with pytest.raises(MixprecError, match=r"planted\.inner"):
         compiled(x).square().mean().backward()
 

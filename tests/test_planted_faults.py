@@ -86,7 +86,8 @@ def test_nothing_is_found_where_there_is_no_fault() -> None:
 def test_a_large_number_added_and_taken_away_in_fp32_is_no_fault() -> None:
     class Shifts(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x + 100) - 100
+            return (x + 1000) - 1000
 
     model, x = build(ARCHITECTURES[1], Shifts)
-    assert not any(is_planted(node.module) for node in mpcompile.compare(model, x, options={"dtype": "bf16"}).worst(5))
+    found = mpcompile.compare(model, x, options={"dtype": "bf16"})
+    assert all(abs(node.amplified) < 0.02 for node in found.nodes if is_planted(node.module))
