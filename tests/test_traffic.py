@@ -39,6 +39,13 @@ def test_views_and_broadcasts_are_read_as_what_they_view() -> None:
     assert moved(lambda x: x[:, :2].exp(), A) == 4 * (8 + 8)
 
 
+def test_a_lookup_reads_what_it_returns() -> None:
+    rows = torch.tensor([1, 2, 1])
+    assert moved(lambda i, w: torch.nn.functional.embedding(i, w) + 1, rows, torch.randn(100, 5)) == 8 * 3 + 4 * (
+        15 + 15
+    )
+
+
 def test_low_operands_are_half_as_many_bytes() -> None:
     wide, low = moved(torch.mm, A, W), moved(torch.mm, A, W, low=True)
     casts = (4 + 2) * (32 + 128) + (2 + 4) * 64

@@ -8,9 +8,12 @@ from typing import Any
 from torch import fx
 
 from mpcompile.passes.fusion import fuses, stages
-from mpcompile.passes.graph import is_backward
+from mpcompile.passes.graph import is_backward, packet_name
 from mpcompile.passes.readers import is_moved, origin
 from mpcompile.passes.saved_values import predict_partition, size
+
+_LOOKUPS = frozenset("embedding index _unsafe_index index_select gather".split())
+"""Operations that read as many elements of their first argument as they return."""
 
 
 def bytes_moved(graph: fx.Graph) -> int:
@@ -38,8 +41,15 @@ def bytes_moved(graph: fx.Graph) -> int:
                     written.add(value)
                 if node.op != "output":
                     place = (value, kernel[node])
-                    read[place] = max(read.get(place, 0), min(size(source), size(value)))
+                    read[place] = max(read.get(place, 0), _read_by(node, source, value))
     return sum(read.values()) + sum(map(size, written))
+
+
+def _read_by(reader: fx.Node, source: fx.Node, value: fx.Node) -> int:
+    """Bytes that ``reader`` reads of ``value``, through its view ``source``: of a table, what it looks up."""
+    whole = min(size(source), size(value))
+    is_table = packet_name(reader.target) in _LOOKUPS and source is reader.args[0]
+    return min(whole, size(reader)) if is_table else whole
 
 
 def _in_memory(operand: fx.Node, anew: set[fx.Node]) -> Iterator[fx.Node]:
