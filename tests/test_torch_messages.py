@@ -29,9 +29,24 @@ def line_of(text: str) -> str:
     return f"{__file__}:{number}"
 
 
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 def test_graph_breaks_say_where_and_why(capfd: pytest.CaptureFixture[str]) -> None:
-    with graph_breaks() as found:
-        torch.compile(Broken(), backend="eager")(torch.ones(3, 4))
+    above, heard = logging.getLogger("torch._dynamo"), Heard()
+    above.addHandler(heard)
+    try:
+        with graph_breaks() as found:
+            torch.compile(Broken(), backend="eager")(torch.ones(3, 4))
+    finally:
+        above.removeHandler(heard)
+    assert not any("Graph break in user code" in message for message in heard.messages)
     assert found == [
         GraphBreak(line_of("torch._dynamo.graph_break()"), "Call to `torch._dynamo.graph_break()`"),
         GraphBreak(line_of("if x.sum() > 0:"), "Data-dependent branching"),
