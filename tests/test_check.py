@@ -40,6 +40,32 @@ def test_an_overflow_in_backward_leaves_the_step_to_be_skipped() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_of_several_graphs_the_one_that_overflowed_is_named_and_each_step_anew() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.last(x.relu())
+
+    model = Broken()
+    compiled = torch.compile(model, backend="mixprec", options=CHECKED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runtime, found = mpcompile.runtime(compiled), []
+    for _ in range(2):
+        with pytest.warns(MixprecWarning) as warned:
+            (compiled(torch.randn(3, 4)).square().mean() * 1e30).backward()
+        assert len([one for one in warned if one.category is MixprecWarning]) == 1
+        found.append(runtime.first_nonfinite)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [each.module for each in found] == ["last", "last"]
+    assert found[0] is not found[1]
+
+
 @pytest.mark.parametrize("scale", [2.0**16, {"init_scale": 2.0**16, "floor": 2.0**16}], ids=["static", "at its floor"])
 def test_without_a_scale_that_falls_backward_raises(scale: object) -> None:
     model, x = build(Mlp, GradientOverflows)

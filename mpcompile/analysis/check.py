@@ -51,7 +51,8 @@ class Check:
         may_fall = isinstance(scaling, DynamicLossScale) and (found.loss_scale or 0) > scaling.floor
         if found.direction == "forward" or not may_fall:
             raise MixprecError(str(found))
-        self.find_runtime().first_nonfinite = found
+        if not self.find_runtime().note_nonfinite(found):
+            return
         skipped = (
             f"  That is at a loss scale of {found.loss_scale:g}: the optimizer step is skipped, and the scale falls."
         )

@@ -31,9 +31,6 @@ class Runtime:
     skips_before_warning: int = SKIPS_BEFORE_WARNING
     """After so many skipped steps in a row a warning names the parameters that overflow."""
 
-    first_nonfinite: Any = None
-    """With ``check=True``: what was last found of gradients that overflowed (``mpcompile.NonFinite``)."""
-
     def __init__(self, loss_scale: LossScale | None, policy: str, *, strict: bool = False) -> None:
         """``loss_scale=None``: nothing is scaled (bf16, or scaling left to the user); ``policy``: its digest."""
         self._loss_scale = loss_scale
@@ -49,6 +46,8 @@ class Runtime:
         self._bad: Tensor | None = None
         self._warned = self._warned_at_floor = False
         self._judged = 0
+        self._nonfinite: Any = None
+        self._nonfinite_at = -1
 
     @property
     def scale(self) -> float:
@@ -71,6 +70,22 @@ class Runtime:
         if self._bad is None:
             return ()
         return tuple(name for name, bad in zip(self._names, self._bad.tolist(), strict=True) if bad)
+
+    @property
+    def first_nonfinite(self) -> Any:
+        """With option ``check``: the first value of a backward that was not finite (``mpcompile.NonFinite``), of the
+        last optimizer step that had one; None where no step had."""
+        return self._nonfinite
+
+    def note_nonfinite(self, found: Any) -> bool:
+        """Take note of a value that is not finite; False where one was found already since the last optimizer step.
+
+        What other graphs then compute of it in the same backward is no finding.
+        """
+        if self._nonfinite_at == self._judged:
+            return False
+        self._nonfinite, self._nonfinite_at = found, self._judged
+        return True
 
     def scale_on(self, device: torch.device) -> Tensor:
         """S as an input of a graph on ``device``; a new tensor when it changes, so that each backward keeps its own."""
