@@ -7,7 +7,6 @@ graph, before partitioning.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -101,16 +100,3 @@ def _compile_with_aot(
         keep_inference_input_mutations=True,
     )(gm, list(inputs))
     return compiled
-
-
-def compile_apart(subject: Compiled, backend: Any, options: Mapping[str, Any]) -> Compiled:
-    """``torch.compile`` for a look at a model: it does not count against the limit on recompilations of the user's own.
-
-    Relies on: before torch 2.13, which has ``isolate_recompiles``, ``torch._dynamo.config.recompile_limit`` is read
-    while the model runs.
-    """
-    start: Any = torch.compile
-    if "isolate_recompiles" in inspect.signature(start).parameters:
-        return start(subject, backend=backend, options=dict(options), isolate_recompiles=True)  # type: ignore[no-any-return]
-    unlimited: Any = torch._dynamo.config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6)
-    return unlimited(start(subject, backend=backend, options=dict(options)))  # type: ignore[no-any-return]

@@ -252,8 +252,9 @@ def test_nothing_to_compare() -> None:
 
 def test_looking_does_not_use_up_the_users_compilations() -> None:
     model, x = Net(), torch.randn(4, 8)
-    for _ in range(10):  # torch stops compiling one function after 8 versions
+    for _ in range(5):  # torch stops compiling one function after 8 versions
         mpcompile.compare(model, x, options=BF16)
+        mpcompile.explain(model, x, options=BF16)
     compiled = torch.compile(model, backend="mixprec", options={**BF16, "compiler": "aot_eager"})
     compiled(x)
     assert len(mpcompile.reports(compiled)) == 1

@@ -13,7 +13,8 @@ import mpcompile
 PACKAGE = Path(mpcompile.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 PRIVATE = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx._lazy_graph_module")
-MAY_TOUCH_PRIVATE = {"compiler.py", "joint_pass.py", "torch_compat.py", "inspection/snapshot.py", "inspection/store.py"}
+MAY_TOUCH_PRIVATE = {"compiler.py", "joint_pass.py", "look.py", "torch_compat.py"}
+MAY_TOUCH_PRIVATE |= {"inspection/snapshot.py", "inspection/store.py"}
 
 
 def name_of(path: Path) -> str:

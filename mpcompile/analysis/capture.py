@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mpcompile.backend import compile_graph
-from mpcompile.compiler import compile_apart
 from mpcompile.inspection.registry import reports
+from mpcompile.look import compile_apart
 from mpcompile.notices import MixprecError
 from mpcompile.options import Options
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from mpcompile.inspection.registry import reports
 from mpcompile.inspection.report import Report
+from mpcompile.look import compile_apart
 from mpcompile.notices import MixprecError
 
 
@@ -24,7 +25,7 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
     options = {**(options or {}), "compiler": "aot_eager"}
     options.pop("inductor", None)
     subject = copy.deepcopy(model) if isinstance(model, nn.Module) else model
-    compiled = torch.compile(subject, backend="mixprec", options=options)
+    compiled = compile_apart(subject, "mixprec", options)
     with torch.random.fork_rng():
         compiled(*inputs, **kwargs)
     found = reports(compiled)
