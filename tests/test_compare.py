@@ -258,3 +258,11 @@ def test_looking_does_not_use_up_the_users_compilations() -> None:
     compiled = torch.compile(model, backend="mixprec", options={**BF16, "compiler": "aot_eager"})
     compiled(x)
     assert len(mpcompile.reports(compiled)) == 1
+
+
+def test_what_is_not_finite_has_an_infinite_error() -> None:
+    model, x = Net(), torch.full((4, 8), 1e5)
+    comparison = mpcompile.compare(model, x, options={"dtype": "fp16"})
+    assert comparison.error == float("inf")
+    assert mpcompile.Comparison.from_json(comparison.to_json()) == comparison
+    assert "inf on average" in str(comparison)

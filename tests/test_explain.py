@@ -104,3 +104,15 @@ def test_a_model_of_which_nothing_is_captured_raises() -> None:
 
     with pytest.raises(mpcompile.MixprecError, match="captured no graph"):
         mpcompile.explain(lambda x: opaque(x), torch.randn(3), options=BF16)
+
+
+def test_a_model_of_torch_modules_alone_names_no_line_of_ours() -> None:
+    report = mpcompile.explain(nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8), options=BF16)
+    assert {node.source for node in report.nodes} == {""}
+
+
+def test_functions_are_explained_as_often_as_one_likes() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    for _ in range(10):  # torch stops compiling one function after 8 versions
+        report = mpcompile.explain(lambda x: x @ weight, torch.randn(4, 8), options=BF16)
+        assert len(report.matmuls()) == 2

@@ -7,6 +7,7 @@ operations that sums up to |e| (Higham, Accuracy and Stability of Numerical Algo
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,8 @@ def _minus(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> l
 def _amplification(node: fx.Node, inherited: list[Tensor | None], runs: Runs) -> float:
     error = ratio(_norm(inherited), _norm(_of(runs.wide, node)))
     largest = max((_error_before(source, runs) for source in node.all_input_nodes), default=0.0)
-    return ratio(error, largest) if error else 0.0
+    # Of errors without a size none is said to be magnified: the first of them is named as what is not finite.
+    return ratio(error, largest) if error and math.isfinite(error) and math.isfinite(largest) else 0.0
 
 
 def _norm(values: Sequence[Tensor | None]) -> float:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mpcompile.backend import compile_graph
 from mpcompile.inspection.registry import reports
-from mpcompile.look import compile_apart
+from mpcompile.look import compile_apart, looking
 from mpcompile.notices import MixprecError
 from mpcompile.options import Options
 
@@ -85,7 +85,8 @@ def capture(
     found: list[GraphCall] = []
     for index, batch in enumerate(batches):
         args, kwargs = tree_map(_own, (batch.args, dict(batch.kwargs)))
-        output = compiled(*args, **kwargs)
+        with looking():
+            output = compiled(*args, **kwargs)
         leaves = list({id(leaf): leaf for watch in watches for leaf in watch.leaves}.values())
         if torch.is_grad_enabled() and leaves:
             _run_backward((loss or default_loss)(output), leaves)

@@ -86,7 +86,7 @@ def _comparison(compared: Sequence[Compared], dtype: str) -> Comparison:
         nodes=tuple(nodes),
         gradients=tuple(error for is_gradient, error in results if is_gradient),
         outputs=tuple(error for is_gradient, error in results if not is_gradient),
-        error=measured / max(count, 1),
+        error=measured / max(count, 1) if all(math.isfinite(error.error) for _, error in results) else math.inf,
         attributed=ratio(sum(map(_total, parts)), measured),
         barriers=tuple(f"{name}: {why}" for part in parts for name, why in part.barriers.items()),
         unmeasured=tuple(describe(node) for each in compared for node in each.runs.gm.graph.nodes if is_unseen(node)),
@@ -160,20 +160,18 @@ def _is_finite(value: Any) -> bool:
 
 
 def _results(each: Compared) -> list[tuple[Result, ResultError]]:
-    found = []
-    for result in each.results:
-        truth = [each.truth[result.was.name]]
-        size = norm(truth)
-        error, single = (distance([values[result.node.name]], truth) for values in (each.runs.mixed, each.runs.single))
-        cancellation = ratio(size_of(result, each.runs.wide), size) if size else 1.0
-        name = result.name.removeprefix("grad:")
-        found.append(
-            (
-                result,
-                ResultError(name, each.index, ratio(error, size), ratio(single, size), size, max(cancellation, 1.0)),
-            )
-        )
-    return found
+    return [(result, _result(result, each)) for result in each.results]
+
+
+def _result(result: Result, each: Compared) -> ResultError:
+    name = result.name.removeprefix("grad:")
+    truth = [each.truth[result.was.name]]
+    size = norm(truth)
+    if not math.isfinite(size):  # a gradient, where the mixed run's loss was not finite: what enters backward is its
+        return ResultError(name, each.index, math.inf, math.inf, math.inf, 1.0)
+    error, single = (distance([values[result.node.name]], truth) for values in (each.runs.mixed, each.runs.single))
+    cancellation = ratio(size_of(result, each.runs.wide), size) if size else 1.0
+    return ResultError(name, each.index, ratio(error, size), ratio(single, size), size, max(cancellation, 1.0))
 
 
 def _share_out(compared: Sequence[Compared], target: str) -> Contributions:

@@ -156,7 +156,8 @@ class Comparison:
     gradients: tuple[ResultError, ...]
     outputs: tuple[ResultError, ...]
     error: float
-    """Mean relative error over loss and gradients (over the outputs, where there is no backward)."""
+    """Mean relative error over loss and gradients (over the outputs, where there is no backward); infinite where one of
+    them is not finite."""
     attributed: float
     """Share of ``error`` that the contributions add up to; far from 1, rounding is no longer a small perturbation."""
     barriers: tuple[str, ...]

@@ -11,7 +11,7 @@ from torch import nn
 
 from mpcompile.inspection.registry import reports
 from mpcompile.inspection.report import Report
-from mpcompile.look import compile_apart
+from mpcompile.look import compile_apart, looking
 from mpcompile.notices import MixprecError
 
 
@@ -26,7 +26,7 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
     options.pop("inductor", None)
     subject = copy.deepcopy(model) if isinstance(model, nn.Module) else model
     compiled = compile_apart(subject, "mixprec", options)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), looking():
         compiled(*inputs, **kwargs)
     found = reports(compiled)
     if not found:

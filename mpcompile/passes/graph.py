@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,11 +181,13 @@ def call_name(node: fx.Node) -> str:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+"""Where a model made of torch's modules alone is called from, by ``explain``: no line of the user's."""
 
 
 def source_line(node: fx.Node) -> str:
     """``model.py:41``, the innermost line of the user's code this node comes from, or ``""``."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if not f[0].startswith(_PACKAGE)]
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -123,10 +124,16 @@ def _key(model: Callable[..., Any], batches: list[Batch], options: Mapping[str, 
     for leaf in tree_leaves((values, [(batch.args, dict(batch.kwargs)) for batch in batches])):
         if isinstance(leaf, torch.Tensor):
             digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(_bytes(leaf))
         else:
             digest.update(repr(leaf).encode())
     return digest.hexdigest()
+
+
+def _bytes(value: torch.Tensor) -> bytes:
+    """The memory of a tensor's elements; without numpy, which torch does not need."""
+    dense = value.detach().cpu().contiguous()
+    return ctypes.string_at(dense.data_ptr(), dense.nbytes) if dense.nbytes else b""
 
 
 def _unreachable(error: Unreachable, tolerance: float) -> str:
