@@ -10,5 +10,5 @@ try:
     sys.stdout.flush()
 except BrokenPipeError:  # whoever reads has seen enough: `| head`
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
-    code = 0
+    code = 1  # as rich ends, where it prints
 sys.exit(code)
