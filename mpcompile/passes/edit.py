@@ -116,3 +116,8 @@ def insert_view(view: fx.Node, base: fx.Node) -> fx.Node:
 def recompute_in_backward(node: fx.Node) -> None:
     """Tell the partitioner to compute a node again in backward instead of saving its value."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def save_for_backward(node: fx.Node) -> None:
+    """Tell the partitioner to save a value that backward needs, and not to compute it again."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -117,6 +117,8 @@ def _is_kept(node: fx.Node, stage: dict[fx.Node, int], forward: set[fx.Node]) ->
         return False
     if node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
         return False
+    if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
+        return True
     if not fuses(node) or packet_name(node.target) in _KEPT or torch.Tag.nondeterministic_seeded in _tags(node):
         return True
     reads = sum(size(source) for source in node.all_input_nodes)
