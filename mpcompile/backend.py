@@ -80,6 +80,8 @@ def compile_graph(
     # Inductor's fused attention would swallow the marks of its matmuls and softmax, and the names of its ATen ops.
     attention = MATMULS | {"softmax"}
     pinned = bool(in_aten.fp32) or any(c.op in attention and c.after == "fp32" for c in intent.changes)
+    if settings.check and mode is not None:
+        raise ValueError(f"check=True runs operations one by one; it contradicts mode={mode!r}.")
     if settings.check and execute is None:
         execute = Check(settings, lambda: runtime_of(site.compiled, site.root)).execute
     joint = JointPass(in_aten, recorder, key, inputs, pinned)

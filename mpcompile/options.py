@@ -81,6 +81,8 @@ class Options:
             raise ValueError(f"loss_scale={self.loss_scale!r} is for dtype='fp16'; bf16 and fp32 need no loss scale.")
         if self.inductor and self.compiler != "inductor":
             raise ValueError(f"Option `inductor` needs compiler='inductor', got compiler={self.compiler!r}.")
+        if self.inductor and self.check:
+            raise ValueError("check=True runs operations one by one; it contradicts option `inductor`.")
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:

@@ -1,13 +1,17 @@
 """Option ``check`` and ``find_nonfinite``: the first value that is not finite is named, with a way out."""
 
+import functools
 import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import mpcompile
 from mpcompile import MixprecError, MixprecWarning
+from mpcompile.backend import mixprec
+from mpcompile.options import Options
 from tests.analysis_tools import EpsilonVanishes, GradientOverflows, Mlp, Overflows, build
 from tests.helpers import Net
 
@@ -153,3 +157,11 @@ def test_a_gradient_that_is_not_finite_where_it_enters() -> None:
     )
     assert found is not None
     assert (found.op, found.direction) == ("placeholder", "backward")
+
+
+def test_settings_of_generated_code_contradict_it() -> None:
+    with pytest.raises(ValueError, match="contradicts option `inductor`"):
+        Options.parse({"check": True, "inductor": {"cpp_wrapper": True}})
+    compiled = torch.compile(Net(), backend=functools.partial(mixprec, mode="max-autotune", options=CHECKED))
+    with pytest.raises(BackendCompilerFailed, match="contradicts mode='max-autotune'"):
+        compiled(torch.randn(4, 8))
