@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-
-def seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Wall time of one call, with everything that the device was given to do finished before and after."""
-    _synchronize(device)
-    start = time.perf_counter()
-    work()
-    _synchronize(device)
-    return time.perf_counter() - start
+from mpcompile.measurement import seconds
 
 
 def interleaved(
@@ -36,8 +28,3 @@ def interleaved(
                 prepare[name]()
             taken[name].append(seconds(function, device))
     return {name: statistics.median(values) for name, values in taken.items()}
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

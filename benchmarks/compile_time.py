@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.accuracy import make
-from benchmarks.clock import seconds
 from benchmarks.peers import DTYPES, EAGER, peers
 from benchmarks.workloads import workloads
+from mpcompile.measurement import seconds
 
 
 def main() -> None:

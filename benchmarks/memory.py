@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers import Candidate
+from mpcompile.measurement import kept_storages
 
 
 def saved_bytes(candidate: Candidate) -> int:
@@ -23,19 +24,8 @@ def saved_bytes(candidate: Candidate) -> int:
 
 
 def _kept(candidate: Candidate) -> tuple[dict[int, int], Tensor]:
-    """Address and bytes of every storage kept by a forward, and its loss, which keeps them."""
     model = candidate.model
-    known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *candidate.inputs)}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in known:
-            kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = candidate.run_forward()
-    return kept, loss
+    return kept_storages(candidate.run_forward, (*model.parameters(), *model.buffers(), *candidate.inputs))
 
 
 def peak_bytes(candidate: Candidate) -> int | None:
@@ -49,7 +39,3 @@ def peak_bytes(candidate: Candidate) -> int | None:
     candidate.step()
     torch.cuda.synchronize(candidate.device)
     return torch.cuda.max_memory_allocated(candidate.device) - before
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -197,7 +197,7 @@ def test_rounds_are_interleaved() -> None:
 
 def test_medians_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.accumulate([0, 1, 5, 9, 5, 2])  # starts and ends of steps of 1, 9 and 2 seconds
-    monkeypatch.setattr("benchmarks.clock.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("mpcompile.measurement.time.perf_counter", lambda: next(ticks))
     assert interleaved({"a": lambda: None}, 3, CPU, {}) == {"a": 2}
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpcompile.cli.target import Target
 from mpcompile.device import main_device
+from mpcompile.measurement import kept_storages, seconds
 
 MIXPREC, AUTOCAST, FP32 = "mixprec", "compile + autocast", "compile fp32"
 COMPILER = "inductor"
@@ -71,16 +71,8 @@ class Peer:
 
     def saved_bytes(self) -> int | None:
         """Bytes of the storages that a forward makes and keeps, each once."""
-        known = {_address(tensor) for tensor in (*_state(self._model), *_tensors(self._target))}
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if _address(tensor) not in known:
-                kept[_address(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = self.forward()
+        known = (*_state(self._model), *_tensors(self._target))
+        kept, loss = kept_storages(self.forward, known)
         return sum(kept.values()) if loss.requires_grad else None
 
 
@@ -89,12 +81,12 @@ def race(target: Target, low: torch.dtype, options: Mapping[str, Any], rounds: i
     torch.compiler.reset()
     _start_compiler(low)
     peers = [Peer(name, target, low, options) for name in (MIXPREC, AUTOCAST, FP32)]
-    first = {peer.name: _seconds(peer.step, peer.device) for peer in peers}
+    first = {peer.name: seconds(peer.step, peer.device) for peer in peers}
     saved = {peer.name: peer.saved_bytes() for peer in peers}
     steps: dict[str, list[float]] = {peer.name: [] for peer in peers}
     for _ in range(rounds):
         for peer in peers:
-            steps[peer.name].append(_seconds(peer.step, peer.device))
+            steps[peer.name].append(seconds(peer.step, peer.device))
     return [Timing(name, statistics.median(times) * 1e3, first[name], saved[name]) for name, times in steps.items()]
 
 
@@ -103,19 +95,6 @@ def _start_compiler(low: torch.dtype) -> None:
     options: dict[str, Any] = {"dtype": "fp16" if low is torch.float16 else "bf16", "compiler": COMPILER}
     layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
     torch.compile(layer, backend="mixprec", options=options)(torch.randn(3, 4)).sum().backward()
-
-
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    work()
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _tensors(target: Target) -> Sequence[Tensor]:
@@ -129,7 +108,3 @@ def _parameters(model: Any) -> Sequence[Tensor]:
 
 def _state(model: Any) -> Sequence[Tensor]:
     return [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
