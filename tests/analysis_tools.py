@@ -11,6 +11,18 @@ from torch import Tensor, nn
 WIDTH = 32
 
 
+def only_in(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """An operator of one's own, a sine, named ``only_<dtype>``, that refuses any other dtype."""
+
+    def sine(x: Tensor) -> Tensor:
+        assert x.dtype is dtype
+        return x.sin()
+
+    operator = torch.library.custom_op(f"analysis_tests::only_{str(dtype)[6:]}", sine, mutates_args=())
+    operator.register_fake(torch.empty_like)
+    return operator
+
+
 class Plain(nn.Module):
     """Two layers; no fault."""
 

@@ -26,26 +26,6 @@ from mpcompile.torch_compat import fork, parameters_of
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 
-SCRIPT_HEAD = """
-import json, sys, torch, mpcompile
-from torch import nn
-from torch._dynamo.utils import counters
-
-torch.manual_seed(0)
-torch.set_num_threads(1)
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.last(self.first(x).relu())
-
-model, x = Net(), torch.linspace(-1, 1, 40).view(5, 8)
-"""
-"""Beginning of a script for a process of its own, in which a small model gets compiled."""
-
 
 class Net(nn.Module):
     """Two layers."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import mpcompile
 from mpcompile import Comparison, MixprecError
+from tests.analysis_tools import only_in
 from tests.helpers import Net, relative_error
 
 BF16 = {"dtype": "bf16"}
@@ -150,24 +151,14 @@ def test_a_branch_is_one_operation() -> None:
         assert found.unmeasured == ()
 
 
-@torch.library.custom_op("analysis_tests::low_only", mutates_args=())
-def low_only(x: Tensor) -> Tensor:
-    assert x.dtype is torch.bfloat16
-    return x.sin()
-
-
-@low_only.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
 def test_what_cannot_run_in_fp64_is_named() -> None:
+    operator = only_in(torch.bfloat16)
     with torch.no_grad():
-        found = mpcompile.compare(lambda x: low_only(x.bfloat16()).float(), torch.randn(4, 8), options=BF16)
+        found = mpcompile.compare(lambda x: operator(x.bfloat16()).float(), torch.randn(4, 8), options=BF16)
     (name,) = found.unmeasured
-    assert name.startswith("low_only")
+    assert name.startswith("only_bfloat16")
     assert Comparison.from_json(found.to_json()) == found
-    assert "what it rounds is not seen: low_only" in str(found)
+    assert "what it rounds is not seen: only_bfloat16" in str(found)
 
 
 def test_a_function_and_keyword_arguments() -> None:

@@ -1,10 +1,7 @@
 """What is in the compile cache key, that the executors agree, and that a second process starts warm."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import mpcompile
 from mpcompile import backend, joint_pass
 from mpcompile.joint_pass import JointPass
 from mpcompile.passes import op_classes
-from tests.helpers import SCRIPT_HEAD
+from tests.process_tools import assert_warm, train_in_process
 from tests.test_programs import BOUND, mixprec
 
 
@@ -164,46 +161,26 @@ def test_the_hook_of_ours_cannot_be_an_option_as_well(hook: str, monkeypatch: py
         compiled(torch.randn(3, 8))
 
 
-PROCESS = """compiled = torch.compile(model, backend="mixprec", options=json.loads(sys.argv[1]))
+PROCESS = """
+compiled = torch.compile(model, backend="mixprec", options=json.loads(sys.argv[1]))
 output = compiled(x)
 output.sum().backward()
 (report,) = mpcompile.reports(compiled)
 truth = model.double()(x.double())
-print(json.dumps({
-    "fx_hits": counters["inductor"]["fxgraph_cache_hit"],
-    "fx_misses": counters["inductor"]["fxgraph_cache_miss"],
-    "aot_hits": counters["aot_autograd"]["autograd_cache_hit"],
-    "aot_misses": counters["aot_autograd"]["autograd_cache_miss"],
-    "bypasses": counters["aot_autograd"]["autograd_cache_bypass"] + counters["inductor"]["fxgraph_cache_bypass"],
-    "report": report.to_json(),
-    "error": float((output.double() - truth).norm() / truth.norm()),
-    "output": output.tolist(),
-}))
+error = float((output.double() - truth).norm() / truth.norm())
+answer(report=report.to_json(), error=error, output=output.tolist())
 """
 
 
 def process(folder: Path, **options: Any) -> dict[str, Any]:
-    """Train a step in a new process with a cache of its own."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    (folder / "train.py").write_text(SCRIPT_HEAD + PROCESS)
-    result = subprocess.run(
-        [sys.executable, str(folder / "train.py"), json.dumps({"dtype": "bf16", **options})],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return answer
+    """Train a step in a new process."""
+    return train_in_process(folder, PROCESS, json.dumps({"dtype": "bf16", **options}))
 
 
 @pytest.mark.inductor
 def test_a_second_process_starts_warm_and_has_its_report(tmp_path: Path) -> None:
     cold, warm = process(tmp_path), process(tmp_path)
-    assert (cold["aot_misses"], cold["aot_hits"], cold["bypasses"]) == (1, 0, 0)
-    assert (warm["aot_misses"], warm["aot_hits"], warm["bypasses"]) == (0, 1, 0)
-    assert warm["fx_misses"] == 0
+    assert_warm(cold, warm)
     assert mpcompile.Report.from_json(warm["report"]) == mpcompile.Report.from_json(cold["report"])
     assert warm["output"] == cold["output"]
     # Another rule, another dtype: the cache has nothing for them, and what they compute is their own.

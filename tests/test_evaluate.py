@@ -8,6 +8,7 @@ from torch import Tensor, fx
 from mpcompile.analysis.attention import attend, is_attention
 from mpcompile.analysis.evaluate import evaluate, run
 from mpcompile.passes.graph import aten
+from tests.analysis_tools import only_in
 from tests.helpers import call, double, joint, relative_error, run_flat, trace
 
 
@@ -55,20 +56,9 @@ def test_what_a_graph_writes_into_its_inputs_is_a_value_here() -> None:
     assert torch.equal(buffer, torch.zeros(4))
 
 
-@torch.library.custom_op("analysis_tests::only_fp32", mutates_args=())
-def only_fp32(x: Tensor) -> Tensor:
-    assert x.dtype is torch.float32
-    return x.sin()
-
-
-@only_fp32.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
 def test_an_operator_of_ones_own_sees_the_dtypes_it_was_traced_with() -> None:
-    x = torch.randn(4)
-    gm = trace(lambda x: only_fp32(x * 1), x)
+    x, operator = torch.randn(4), only_in(torch.float32)
+    gm = trace(lambda x: operator(x * 1), x)
     found = values(gm, x, wide=torch.float64)
     assert found.dtype is torch.float64
     assert torch.equal(found, x.sin().double())

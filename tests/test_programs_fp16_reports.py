@@ -1,9 +1,5 @@
 """What scales fp16 gradients can be seen: in reports, in what generated code does, in a second process."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +7,8 @@ import pytest
 import torch
 
 import mpcompile
-from tests.helpers import SCRIPT_HEAD, relative_error
+from tests.helpers import relative_error
+from tests.process_tools import assert_warm, train_in_process
 from tests.test_programs import in_fp64, mixprec
 from tests.test_programs_fp16 import BOUND, SCALES, fp16, set_scale
 from tests.test_programs_fp16_training import LR, Net, copies
@@ -107,7 +104,8 @@ def test_generated_code_scales_and_flags() -> None:
     assert runtime.scale == SCALES[1] / 2
 
 
-PROCESS = """options = {"dtype": "fp16", "loss_scale": {"init_scale": float(sys.argv[1])}}
+PROCESS = """
+options = {"dtype": "fp16", "loss_scale": {"init_scale": float(sys.argv[1])}}
 compiled = torch.compile(model, backend="mixprec", options=options)
 runtime, optimizer = mpcompile.runtime(compiled), torch.optim.AdamW(model.parameters(), 1e-2)
 steps = []
@@ -122,40 +120,19 @@ for factor in (1e-6, 1e6):
     if factor < 1:
         small = gradients
 (report,) = mpcompile.reports(compiled)
-print(json.dumps({
-    "fx_hits": counters["inductor"]["fxgraph_cache_hit"],
-    "fx_misses": counters["inductor"]["fxgraph_cache_miss"],
-    "aot_hits": counters["aot_autograd"]["autograd_cache_hit"],
-    "aot_misses": counters["aot_autograd"]["autograd_cache_miss"],
-    "bypasses": counters["aot_autograd"]["autograd_cache_bypass"] + counters["inductor"]["fxgraph_cache_bypass"],
-    "report": report.to_json(),
-    "steps": steps,
-    "gradients": small,
-}))
+answer(report=report.to_json(), steps=steps, gradients=small)
 """
 
 
 def process(folder: Path, scale: float) -> dict[str, Any]:
-    """Train two steps in a new process, of which the second overflows, with a cache of its own."""
-    (folder / "train.py").write_text(SCRIPT_HEAD + PROCESS)
-    result = subprocess.run(
-        [sys.executable, str(folder / "train.py"), str(scale)],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return answer
+    """Train two steps in a new process, of which the second overflows."""
+    return train_in_process(folder, PROCESS, str(scale))
 
 
 @pytest.mark.inductor
 def test_a_second_process_starts_warm_scales_skips_and_names(tmp_path: Path) -> None:
     cold, warm = process(tmp_path, 2.0**16), process(tmp_path, 2.0**14)
-    assert (cold["aot_misses"], cold["aot_hits"], cold["bypasses"]) == (1, 0, 0)
-    assert (warm["aot_misses"], warm["aot_hits"], warm["bypasses"]) == (0, 1, 0)
-    assert (cold["fx_misses"] > 0, warm["fx_misses"]) == (True, 0)
+    assert_warm(cold, warm)
     # The scale is no part of the cached code: the second process has another, and the same gradients.
     assert warm["gradients"] == cold["gradients"]
     overflowed = ["first.weight", "first.bias", "last.weight"]

@@ -1,9 +1,5 @@
 """What graphs make of low copies: static inputs, saved as they are, multiplied as they are held."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,8 @@ from mpcompile.joint_pass import emulates
 from mpcompile.passes import Policy, run_passes
 from mpcompile.passes.emulation import emulate_low_products
 from mpcompile.passes.graph import EXACT, LOW_COPY, is_cast, is_view, parameter_name, viewed
-from tests.helpers import SCRIPT_HEAD, Net, calls, joint
+from tests.helpers import Net, calls, joint
+from tests.process_tools import assert_warm, train_in_process
 from tests.weight_cache_tools import cached, copies, rounded
 
 X = torch.linspace(-1, 1, 40).view(5, 8)
@@ -158,7 +155,8 @@ def test_inference_on_one_row_reads_copies_in_the_low_type(rows: int, held: torc
     assert ((output - exact).abs().t() <= 6 * 2**-8 * (magnitude + net[2].bias.abs()[:, None])).all()
 
 
-PROCESS = """options = {"dtype": "bf16", "weight_cache": True}
+PROCESS = """
+options = {"dtype": "bf16", "weight_cache": True}
 compiled = torch.compile(model, backend="mixprec", options=options)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 outputs = []
@@ -168,36 +166,19 @@ for _ in range(2):
     optimizer.step()
     outputs.append(output.tolist())
 held = sorted({str(copy.value.dtype) for copy in mpcompile.execution.low_copies._copies.values()})
-print(json.dumps({
-    "fx_misses": counters["inductor"]["fxgraph_cache_miss"],
-    "aot_hits": counters["aot_autograd"]["autograd_cache_hit"],
-    "aot_misses": counters["aot_autograd"]["autograd_cache_miss"],
-    "bypasses": counters["aot_autograd"]["autograd_cache_bypass"] + counters["inductor"]["fxgraph_cache_bypass"],
-    "outputs": outputs,
-    "held": held,
-}))
+answer(outputs=outputs, held=held)
 """
 
 
 def process(folder: Path) -> dict[str, Any]:
-    (folder / "train.py").write_text(SCRIPT_HEAD + PROCESS)
-    result = subprocess.run(
-        [sys.executable, str(folder / "train.py")],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return answer
+    """Train two steps in a new process."""
+    return train_in_process(folder, PROCESS)
 
 
 @pytest.mark.inductor
 def test_a_second_process_starts_warm_and_computes_the_same(tmp_path: Path) -> None:
     cold, warm = process(tmp_path), process(tmp_path)
-    assert (cold["aot_misses"], cold["aot_hits"], cold["bypasses"]) == (1, 0, 0)
-    assert (warm["aot_misses"], warm["aot_hits"], warm["fx_misses"], warm["bypasses"]) == (0, 1, 0, 0)
+    assert_warm(cold, warm)
     assert warm["outputs"] == cold["outputs"]
     # Where products are emulated in fp32, the copies wait in fp32.
     emulated = emulates(Policy(), [torch.ones(1)])
