@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from benchmarks.accuracy import has_dropout, make, measure_errors, without_dropout
 from benchmarks.casts import count_casts
-from benchmarks.clock import interleaved
 from benchmarks.gemm_limit import collect
 from benchmarks.memory import peak_bytes, saved_bytes
 from benchmarks.peers import Candidate, Peer
 from benchmarks.results import Measurement, Result
 from benchmarks.workloads import Workload
-from mpcompile.measurement import seconds
+from mpcompile.measurement import interleaved, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

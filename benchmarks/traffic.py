@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,18 +34,24 @@ _TIE = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of one step, forward and backward."""
+    """Of one step, forward and backward."""
 
     predicted: int
-    counted: int
+    """Bytes."""
+    found: float
+    """Bytes that were counted, or seconds that were measured."""
+
+
+def options_of(variant: str) -> dict[str, Any]:
+    """The backend's options for a variant."""
+    return {"policy": variant} if variant == "fp32" else {"dtype": "bf16", "policy": variant}
 
 
 def traffic(workload: Workload, variant: str) -> Traffic:
     """Predict and count the bytes of one step of a workload under a policy."""
     torch._dynamo.reset()
     model, inputs = make(workload, 0, torch.device("cpu"))
-    options: dict[str, Any] = {"policy": variant} if variant == "fp32" else {"dtype": "bf16", "policy": variant}
-    compiled = torch.compile(model.train(), backend="mixprec", options=options)
+    compiled = torch.compile(model.train(), backend="mixprec", options=options_of(variant))
     metrics.reset()
     with _counting():
         compiled(*inputs).backward()
@@ -69,18 +76,18 @@ def _counting() -> Iterator[None]:
     log.setLevel(level)
 
 
-def misranked(found: dict[str, Traffic]) -> list[tuple[str, str]]:
-    """The pairs of variants that the prediction puts in the other order than the count; ties apart."""
-    pairs = [(a, b) for i, a in enumerate(found) for b in list(found)[i + 1 :]]
-    return [(a, b) for a, b in pairs if _differ(found[a], found[b]) and _is_turned(found[a], found[b])]
+def misranked(variants: dict[str, Traffic], tie: float = _TIE) -> list[tuple[str, str]]:
+    """The pairs of variants that the prediction puts in another order than was found, or in none.
+
+    ``tie``: variants that were found to differ by less than this share are of one rank.
+    """
+    pairs = itertools.combinations(variants, 2)
+    return [pair for pair in pairs if _is_misranked(*(variants[name] for name in pair), tie)]
 
 
-def _differ(first: Traffic, second: Traffic) -> bool:
-    return abs(first.counted - second.counted) > _TIE * max(first.counted, second.counted)
-
-
-def _is_turned(first: Traffic, second: Traffic) -> bool:
-    return (first.counted - second.counted) * (first.predicted - second.predicted) <= 0
+def _is_misranked(first: Traffic, second: Traffic, tie: float) -> bool:
+    differ = abs(first.found - second.found) > tie * max(first.found, second.found)
+    return differ and (first.found - second.found) * (first.predicted - second.predicted) <= 0
 
 
 def main() -> None:
@@ -92,7 +99,7 @@ def main() -> None:
     for workload in workloads("cpu"):
         if workload.training and only in workload.name.lower():
             found = {variant: traffic(workload, variant) for variant in VARIANTS}
-            cells = [f"{each.predicted / 1e6:.2f} / {each.counted / 1e6:.2f}" for each in found.values()]
+            cells = [f"{each.predicted / 1e6:.2f} / {each.found / 1e6:.2f}" for each in found.values()]
             wrong = ", ".join(f"{a} and {b}" for a, b in misranked(found))
             table.add_row(workload.name, *cells, wrong or "none")
     Console(width=140).print(table)

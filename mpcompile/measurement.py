@@ -1,9 +1,12 @@
-"""Measure a step: its wall time, and the storages that a forward keeps for backward."""
+"""Measure steps: their wall time, one beside the other, and the storages that a forward keeps for backward."""
 
 from __future__ import annotations
 
+import random
+import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +20,28 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
     work()
     _synchronize(device)
     return time.perf_counter() - start
+
+
+def interleaved(
+    work: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    device: torch.device,
+    prepare: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
+) -> dict[str, float]:
+    """Median seconds of each, one call of each per round, so that a disturbed moment hits all of them.
+
+    Every round has another order: a call finds the caches and the allocator as the one before it left them.
+
+    ``prepare``: what is called before, untimed, under the same names. No name is needed in it.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in work}
+    shuffle = random.Random(0)
+    for _ in range(rounds):
+        for name in shuffle.sample(list(work), len(work)):
+            if name in prepare:
+                prepare[name]()
+            taken[name].append(seconds(work[name], device))
+    return {name: statistics.median(values) for name, values in taken.items()}
 
 
 def kept_storages(forward: Callable[[], Tensor], known: Iterable[Tensor]) -> tuple[dict[int, int], Tensor]:

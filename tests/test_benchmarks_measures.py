@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from benchmarks.accuracy import make, measure_errors, result_of, without_dropout
 from benchmarks.casts import count_casts
-from benchmarks.clock import interleaved
 from benchmarks.gemm_limit import collect
 from benchmarks.measure import Setting, measure
 from benchmarks.memory import saved_bytes
 from benchmarks.peers import BASELINE, EAGER, FP32, MIXPREC, Candidate, Peer
 from benchmarks.workloads import Workload
+from mpcompile.measurement import interleaved
 
 CPU = torch.device("cpu")
 
@@ -187,18 +187,22 @@ def test_errors_need_dropout_off() -> None:
     assert measure_errors([quiet], [0]) == {FP32: (0.0,)}
 
 
-def test_rounds_are_interleaved() -> None:
+def test_rounds_are_interleaved_and_nobody_has_a_place_of_its_own() -> None:
     log: list[str] = []
-    work = {name: lambda name=name: log.append(name) for name in "ab"}
-    medians = interleaved(work, 3, CPU, {"b": lambda: log.append("prepare b")})
-    assert log == ["a", "prepare b", "b"] * 3
-    assert list(medians) == ["a", "b"]
+    work = {name: lambda name=name: log.append(name) for name in "abc"}
+    medians = interleaved(work, 20, CPU, {"b": lambda: log.append("prepare b")})
+    assert [log[place - 1] for place, name in enumerate(log) if name == "b"] == ["prepare b"] * 20
+    calls = [name for name in log if name in work]
+    rounds = [tuple(calls[start : start + 3]) for start in range(0, 60, 3)]
+    assert {tuple(sorted(each)) for each in rounds} == {("a", "b", "c")}
+    assert len(set(rounds)) == 6  # every order there is
+    assert list(medians) == ["a", "b", "c"]
 
 
 def test_medians_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.accumulate([0, 1, 5, 9, 5, 2])  # starts and ends of steps of 1, 9 and 2 seconds
     monkeypatch.setattr("mpcompile.measurement.time.perf_counter", lambda: next(ticks))
-    assert interleaved({"a": lambda: None}, 3, CPU, {}) == {"a": 2}
+    assert interleaved({"a": lambda: None}, 3, CPU) == {"a": 2}
 
 
 @pytest.mark.parametrize("model", [Sine, Dropping])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpcompile.cli.target import Target
 from mpcompile.device import main_device
-from mpcompile.measurement import kept_storages, seconds
+from mpcompile.measurement import interleaved, kept_storages, seconds
 
 MIXPREC, AUTOCAST, FP32 = "mixprec", "compile + autocast", "compile fp32"
 COMPILER = "inductor"
@@ -83,11 +82,8 @@ def race(target: Target, low: torch.dtype, options: Mapping[str, Any], rounds: i
     peers = [Peer(name, target, low, options) for name in (MIXPREC, AUTOCAST, FP32)]
     first = {peer.name: seconds(peer.step, peer.device) for peer in peers}
     saved = {peer.name: peer.saved_bytes() for peer in peers}
-    steps: dict[str, list[float]] = {peer.name: [] for peer in peers}
-    for _ in range(rounds):
-        for peer in peers:
-            steps[peer.name].append(seconds(peer.step, peer.device))
-    return [Timing(name, statistics.median(times) * 1e3, first[name], saved[name]) for name, times in steps.items()]
+    times = interleaved({peer.name: peer.step for peer in peers}, rounds, peers[0].device)
+    return [Timing(name, taken * 1e3, first[name], saved[name]) for name, taken in times.items()]
 
 
 def _start_compiler(low: torch.dtype) -> None:

@@ -14,6 +14,11 @@ from mpcompile.passes.saved_values import predict_partition, size
 
 _LOOKUPS = frozenset("embedding index _unsafe_index index_select gather".split())
 """Operations that read as many elements of their first argument as they return."""
+_SCATTERS = frozenset(
+    """index_put _unsafe_index_put _unsafe_masked_index_put_accumulate index_add scatter scatter_add
+scatter_reduce""".split()
+)
+"""Operations that write as many elements as they are given into their first argument, in place."""
 
 
 def bytes_moved(graph: fx.Graph) -> int:
@@ -42,14 +47,18 @@ def bytes_moved(graph: fx.Graph) -> int:
                 if node.op != "output":
                     place = (value, kernel[node])
                     read[place] = max(read.get(place, 0), _read_by(node, source, value))
-    return sum(read.values()) + sum(map(size, written))
+    return sum(read.values()) + sum(size(node) for node in written if packet_name(node.target) not in _SCATTERS)
 
 
 def _read_by(reader: fx.Node, source: fx.Node, value: fx.Node) -> int:
-    """Bytes that ``reader`` reads of ``value``, through its view ``source``: of a table, what it looks up."""
+    """Bytes that ``reader`` reads of ``value``, through its view ``source``; what it adds to, it writes again."""
     whole = min(size(source), size(value))
-    is_table = packet_name(reader.target) in _LOOKUPS and source is reader.args[0]
-    return min(whole, size(reader)) if is_table else whole
+    if not reader.args or source is not reader.args[0]:
+        return whole
+    name = packet_name(reader.target)
+    if name in _SCATTERS:
+        return 2 * min(whole, max(map(size, reader.all_input_nodes[1:]), default=0))
+    return min(whole, size(reader)) if name in _LOOKUPS else whole
 
 
 def _in_memory(operand: fx.Node, anew: set[fx.Node]) -> Iterator[fx.Node]:
