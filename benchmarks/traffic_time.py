@@ -2,19 +2,28 @@
 
 The presets and fp32, a training step of each, interleaved in one process. What is predicted is the traffic of the graph
 that runs here: on a device without instructions for bf16, products are computed in fp32 on rounded operands, and the
-casts that this takes are traffic as well. Products take the same time in all variants there.
+casts that this takes are traffic as well. What traffic can tell is the time of the kernels that Inductor makes; that of
+the products is their arithmetic.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import statistics
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CodeCacheFuture
 
 import mpcompile
 from benchmarks.accuracy import make
@@ -26,24 +35,75 @@ from mpcompile.passes import Policy
 from mpcompile.passes.emulation import emulate_low_products
 from mpcompile.passes.traffic import bytes_moved
 
-_TIE = 0.05
-"""Steps whose medians differ by less than this share are of one rank: repeated runs differ by as much."""
+_TIE = 0.1
+"""Kernels whose times differ by less than this share are of one rank: repeated runs differ by as much."""
 
 
-def timed(workload: Workload, rounds: int) -> dict[str, Traffic]:
-    """The predicted bytes of a step under each variant, and its median seconds."""
+_ALIKE = 0.05
+"""Predictions that differ by less than this share put nothing in order: so far they may be off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One step of a variant."""
+
+    predicted: int
+    """Bytes moved."""
+    step: float
+    """Median seconds of the whole step."""
+    kernels: float
+    """Median seconds in the kernels that Inductor made: all but products, allocation and the host."""
+
+
+def timed(workload: Workload, rounds: int) -> dict[str, Timed]:
+    """Measure a step under each variant."""
     torch._dynamo.reset()
-    steps: dict[str, Callable[[], Any]] = {}
+    watch = _Stopwatch()
+    steps: dict[str, Callable[[], None]] = {}
+    kernels: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     predicted: dict[str, int] = {}
     for variant in VARIANTS:
         model, inputs = make(workload, 0, torch.device("cpu"))
         predicted[variant] = _predict(model, inputs, variant)
         compiled = torch.compile(model, backend="mixprec", options=options_of(variant))
-        steps[variant] = lambda compiled=compiled, inputs=inputs: compiled(*inputs).backward()
-        for _ in range(3):  # compile; then let caches and the allocator settle
-            steps[variant]()
+        steps[variant] = functools.partial(_step, compiled, inputs, watch, kernels[variant])
+        with watch.on_new_kernels():
+            for _ in range(3):  # compile; then let caches and the allocator settle
+                steps[variant]()
+        kernels[variant].clear()
     seconds = interleaved(steps, rounds, torch.device("cpu"))
-    return {variant: Traffic(predicted[variant], seconds[variant]) for variant in VARIANTS}
+    return {name: Timed(predicted[name], seconds[name], statistics.median(kernels[name])) for name in VARIANTS}
+
+
+class _Stopwatch:
+    """Sums the seconds that are spent in generated kernels."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def on_new_kernels(self) -> AbstractContextManager[Any]:
+        """Time the kernels that are loaded meanwhile, whenever they run."""
+        load = AsyncCompile.cpp_pybinding
+
+        def loaded(compiler: AsyncCompile, *arguments: Any) -> Callable[..., None]:
+            found = load(compiler, *arguments)
+            return self._timed(found.result() if isinstance(found, CodeCacheFuture) else found)
+
+        return mock.patch.object(AsyncCompile, "cpp_pybinding", loaded)
+
+    def _timed(self, kernel: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            start = time.perf_counter()
+            kernel(*arguments)
+            self.seconds += time.perf_counter() - start
+
+        return run
+
+
+def _step(compiled: nn.Module, inputs: tuple[Tensor, ...], watch: _Stopwatch, kernels: list[float]) -> None:
+    before = watch.seconds
+    compiled(*inputs).backward()
+    kernels.append(watch.seconds - before)
 
 
 def _predict(model: nn.Module, inputs: tuple[Tensor, ...], variant: str) -> int:
@@ -56,6 +116,25 @@ def _predict(model: nn.Module, inputs: tuple[Tensor, ...], variant: str) -> int:
     return sum(bytes_moved(graph.graph) for graph in graphs)
 
 
+def ranking(variants: dict[str, Timed]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Pairs whose kernels' times differ the other way than predicted, and those that were predicted to be alike."""
+    pairs = misranked({name: Traffic(each.predicted, each.kernels) for name, each in variants.items()}, _TIE)
+    alike = [(a, b) for a, b in pairs if _are_alike(variants[a].predicted, variants[b].predicted)]
+    return [pair for pair in pairs if pair not in alike], alike
+
+
+def _are_alike(first: int, second: int) -> bool:
+    return abs(first - second) <= _ALIKE * max(first, second)
+
+
+def _named(pairs: list[tuple[str, str]]) -> str:
+    return "; ".join(f"{a}, {b}" for a, b in pairs) or "none"
+
+
+def _cell(found: Timed) -> str:
+    return f"{found.predicted / 1e6:.2f} / {found.kernels * 1e3:.2f} / {found.step * 1e3:.2f}"
+
+
 def main() -> None:
     """Measure every workload and print predicted megabytes and measured milliseconds."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.traffic_time", description=__doc__)
@@ -63,14 +142,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31, help="interleaved steps per variant")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table("workload", *VARIANTS, "misranked", title="One step: MB moved as predicted / ms as measured")
+    table = Table(
+        "workload", *VARIANTS, "misranked", title="MB moved as predicted / ms in generated kernels / ms of the step"
+    )
     for workload in workloads("cpu"):
         if workload.training and arguments.only.lower() in workload.name.lower():
             found = timed(workload, arguments.rounds)
-            cells = [f"{each.predicted / 1e6:.2f} / {each.found * 1e3:.2f}" for each in found.values()]
-            wrong = ", ".join(f"{a} and {b}" for a, b in misranked(found, _TIE))
-            table.add_row(workload.name, *cells, wrong or "none")
-    Console(width=140).print(table)
+            cells = [_cell(each) for each in found.values()]
+            table.add_row(workload.name, *cells, *map(_named, ranking(found)))
+    Console(width=180).print(table)
 
 
 if __name__ == "__main__":

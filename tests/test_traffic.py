@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.traffic import Traffic, misranked, traffic
+from benchmarks.traffic import VARIANTS, Traffic, misranked, traffic
+from benchmarks.traffic_time import Timed, ranking, timed
 from benchmarks.workloads import Workload
+from mpcompile.joint_pass import emulates
 from mpcompile.passes import Policy, run_passes
 from mpcompile.passes.traffic import bytes_moved
 from tests.helpers import call, joint, trace
@@ -71,21 +73,44 @@ def test_what_backward_recomputes_is_read_as_what_it_is_computed_from() -> None:
     assert bytes_moved(gm.graph) == 4 * 32 * (2 + 3)
 
 
+class Block(nn.Module):
+    """[N, 64] -> a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(64, 256), nn.Linear(256, 64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.down(nn.functional.gelu(self.up(self.norm(x))))).square().mean()
+
+
+BLOCK = Workload(name="block", model=Block, inputs=lambda: (torch.randn(256, 64),))
+
+
 @pytest.mark.inductor
 @pytest.mark.parametrize("variant", ["fp32", "default"])
 def test_inductor_counts_about_as_many(variant: str) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down, self.norm = nn.Linear(64, 256), nn.Linear(256, 64), nn.LayerNorm(64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x + self.down(nn.functional.gelu(self.up(self.norm(x))))).square().mean()
-
-    found = traffic(Workload(name="block", model=Block, inputs=lambda: (torch.randn(256, 64),)), variant)
+    found = traffic(BLOCK, variant)
     assert found.predicted == pytest.approx(found.found, rel=0.1)
+
+
+@pytest.mark.inductor
+def test_the_kernels_of_a_step_are_timed_and_the_graph_that_runs_is_predicted() -> None:
+    found = timed(BLOCK, 3)
+    assert list(found) == list(VARIANTS)
+    assert all(0 < each.kernels < each.step for each in found.values())
+    # Where products are computed in fp32, rounding their operands is traffic; elsewhere 16 bits are less of it.
+    assert (found["default"].predicted > found["fp32"].predicted) == emulates(Policy(), BLOCK.inputs())
 
 
 def test_pairs_in_the_other_order_are_found_and_ties_are_not() -> None:
     found = {"a": Traffic(100, 100), "b": Traffic(90, 110), "c": Traffic(50, 60), "d": Traffic(51, 59)}
     assert misranked(found) == [("a", "b")]
+
+
+def test_times_are_ranked_where_predictions_differ() -> None:
+    def ranked(**variants: tuple[int, float]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        return ranking({name: Timed(moved, step=3.0, kernels=took) for name, (moved, took) in variants.items()})
+
+    assert ranked(a=(100, 1.0), b=(104, 2.0), c=(120, 2.5), d=(200, 2.6)) == ([], [])
+    assert ranked(a=(100, 2.0), b=(104, 1.0), c=(120, 0.8)) == ([("a", "c"), ("b", "c")], [("a", "b")])
