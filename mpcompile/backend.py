@@ -72,7 +72,7 @@ def compile_graph(
     kernels = lower_kernels(graph, policy)
     scaling = LossScaling.attach(graph, inputs, device, site.compiled)
     emulated = settings.compiler == "inductor" and emulates(policy, example_inputs)
-    caching = WeightCaching.attach(graph, inputs, emulated=emulated, strict=settings.strict)
+    caching = WeightCaching.attach(graph, inputs, policy, emulated=emulated, strict=settings.strict)
 
     in_aten = policy.only_op_rules()  # module and parameter rules are marks on the nodes by now
     recorder = Recorder(in_aten, (intent, kernels))

@@ -12,6 +12,7 @@ from torch import fx
 from mpcompile.execution.cached_graph import Cached, CachedGraph
 from mpcompile.graph_inputs import GraphInputs
 from mpcompile.passes.matmul_weights import single_row_weights
+from mpcompile.passes.policy import Policy
 from mpcompile.torch_compat import add_input
 
 
@@ -25,14 +26,18 @@ class WeightCaching:
     """Examples of the copies, to compile with."""
 
     @classmethod
-    def attach(cls, graph: fx.GraphModule, inputs: GraphInputs, *, emulated: bool, strict: bool) -> WeightCaching:
+    def attach(
+        cls, graph: fx.GraphModule, inputs: GraphInputs, policy: Policy, *, emulated: bool, strict: bool
+    ) -> WeightCaching:
         """Give ``graph`` one input for each copy.
 
         ``emulated``: the device multiplies in fp32. Then the copies hold rounded values in fp32, and no call has to
-        widen them; but for those that single rows are multiplied with, in the low type (see ``passes.emulation``).
+        widen them; but for those that single rows are multiplied with, in the low type (see ``passes.emulation``),
+        which no product is whose result is not rounded.
         """
         placeholders = graph.graph.find_nodes(op="placeholder")
-        as_low = set() if torch.is_grad_enabled() else single_row_weights(graph)
+        rounds = not torch.is_grad_enabled() and policy.preset != "accurate"
+        as_low = single_row_weights(graph) if rounds else set()
         copied, state = [], []
         for position, low in inputs.copies.items():
             held = torch.float32 if emulated and placeholders[position] not in as_low else low

@@ -15,6 +15,7 @@ from mpcompile.joint_pass import emulates
 from mpcompile.passes import Policy, run_passes
 from mpcompile.passes.emulation import emulate_low_products
 from mpcompile.passes.graph import EXACT, LOW_COPY, is_cast, is_view, parameter_name, viewed
+from mpcompile.passes.wide_products import EMULATED, WIDE
 from tests.helpers import Net, calls, joint
 from tests.process_tools import assert_warm, train_in_process
 from tests.weight_cache_tools import cached, copies, rounded
@@ -87,6 +88,17 @@ def test_a_copy_held_in_fp32_is_multiplied_as_it_is(held: torch.dtype) -> None:
     assert len(cast) == (3 if held is torch.bfloat16 else 0)
 
 
+def test_products_that_leave_in_fp32_read_the_copies_as_they_are() -> None:
+    gm = with_copies(Net(), torch.float32)
+    gm.meta[EMULATED] = True
+    run_passes(gm, Policy(preset="accurate"))
+    gm.graph.eliminate_dead_code()
+    products = [node for node in calls(gm) if node.meta.get(WIDE)]
+    read = [viewed(operand).name for node in products for operand in node.all_input_nodes]
+    assert sorted(name for name in read if name.startswith("copy")) == ["copy_0", "copy_1", "copy_1"]
+    assert not [node for node in calls(gm) if is_cast(node) and viewed(node.args[0]).name.startswith("copy")]
+
+
 def _origin(node: fx.Node) -> str:
     """The node below views and casts that round nothing."""
     while is_view(node) or EXACT in node.meta:
@@ -140,15 +152,18 @@ def test_a_model_under_fsdp_has_no_copies() -> None:
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(("rows", "held"), [(1, torch.bfloat16), (3, torch.float32)])
-def test_inference_on_one_row_reads_copies_in_the_low_type(rows: int, held: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("rows", "policy", "held"),
+    [(1, "default", torch.bfloat16), (3, "default", torch.float32), (1, "accurate", torch.float32)],
+)
+def test_inference_on_one_row_reads_copies_in_the_low_type(rows: int, policy: str, held: torch.dtype) -> None:
     net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
     x = torch.randn(rows, 64)
-    compiled = torch.compile(net, backend="mixprec", options={"dtype": "bf16", "weight_cache": True})
+    compiled = cached(net, compiler="inductor", policy=policy)
     with torch.no_grad():
         output = compiled(x)
     assert {copy.value.dtype for copy in copies() if copy.is_of(net[0].weight) or copy.is_of(net[2].weight)} == {held}
-    assert torch.equal(output, rounded(net.requires_grad_(False), x, compiler="inductor"))
+    assert torch.equal(output, rounded(net.requires_grad_(False), x, compiler="inductor", policy=policy))
     exact = net.double()(x.double())
     # Two layers in a row, with operands and results rounded by 2^-8 at most, relative to sums of magnitudes.
     magnitude = net[2].weight.abs() @ (net[0].weight.abs() @ x.abs().double().t() + net[0].bias.abs()[:, None])

@@ -33,7 +33,7 @@ from mpcompile.passes.graph import (
     source_of_widening,
     tensor,
 )
-from mpcompile.passes.low_copies import low_copy, note_low_copies
+from mpcompile.passes.low_copies import exact_source, low_copy, note_low_copies
 from mpcompile.passes.op_classes import roles_of
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import Change, PassResult
@@ -174,7 +174,7 @@ class _Narrowing:
         """A low value as an operand of an fp32 kernel."""
         if low not in self._wide:
             made = (user for user in low.users if CAST in user.meta and source_of_widening(user))
-            self._wide[low] = next(made, None) or insert_cast(low, torch.float32)
+            self._wide[low] = exact_source(low) or next(made, None) or insert_cast(low, torch.float32)
         return self._wide[low]
 
     def _make(self, node: fx.Node) -> fx.Node:
