@@ -13,6 +13,7 @@ from mpcompile.execution.cached_graph import Cached, CachedGraph
 from mpcompile.graph_inputs import GraphInputs
 from mpcompile.passes.matmul_weights import single_row_weights
 from mpcompile.passes.policy import Policy
+from mpcompile.passes.wide_products import rounds_no_product
 from mpcompile.torch_compat import add_input
 
 
@@ -36,8 +37,7 @@ class WeightCaching:
         which no product is whose result is not rounded.
         """
         placeholders = graph.graph.find_nodes(op="placeholder")
-        rounds = not torch.is_grad_enabled() and policy.preset != "accurate"
-        as_low = single_row_weights(graph) if rounds else set()
+        as_low = set() if torch.is_grad_enabled() or rounds_no_product(policy) else single_row_weights(graph)
         copied, state = [], []
         for position, low in inputs.copies.items():
             held = torch.float32 if emulated and placeholders[position] not in as_low else low

@@ -156,7 +156,9 @@ def test_a_model_under_fsdp_has_no_copies() -> None:
     ("rows", "policy", "held"),
     [(1, "default", torch.bfloat16), (3, "default", torch.float32), (1, "accurate", torch.float32)],
 )
-def test_inference_on_one_row_reads_copies_in_the_low_type(rows: int, policy: str, held: torch.dtype) -> None:
+def test_inference_on_one_row_reads_copies_in_the_low_type_where_results_are_rounded(
+    rows: int, policy: str, held: torch.dtype
+) -> None:
     net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
     x = torch.randn(rows, 64)
     compiled = cached(net, compiler="inductor", policy=policy)

@@ -28,12 +28,17 @@ WIDE = "mixprec_wide"
 _PRODUCTS = frozenset("mm bmm addmm baddbmm convolution convolution_backward".split())
 
 
+def rounds_no_product(policy: Policy) -> bool:
+    """Whether every product that can is to leave in fp32, not only weight gradients."""
+    return policy.preset == "accurate"
+
+
 def leaves_wide(node: fx.Node, role: str, policy: Policy, *, emulated: bool) -> bool:
     """Whether the result of a product that reads low operands is to leave in fp32, and can on its device.
 
     Weight gradients under every preset, and under ``accurate`` every product. ``role``: that of ``gradient_roles``.
     """
-    wanted = role == WGRAD or policy.preset == "accurate"
+    wanted = role == WGRAD or rounds_no_product(policy)
     if emulated:
         return wanted and packet_name(node.target) in _PRODUCTS
     return wanted and node.target is aten.mm.default and _on_cuda(node)
