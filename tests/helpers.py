@@ -20,7 +20,7 @@ from mpcompile.execution.scaled_graph import make_probe
 from mpcompile.graph_inputs import GraphInputs
 from mpcompile.inspection.text import graph_text
 from mpcompile.loss_scaling import LossScaling
-from mpcompile.passes import PassResult
+from mpcompile.passes import PassResult, Policy, run_passes
 from mpcompile.passes.graph import CAST, DECOMPOSED, is_backward, is_cast, op_name, packet_name
 from mpcompile.torch_compat import fork, parameters_of
 
@@ -151,6 +151,11 @@ def reasons(results: Sequence[PassResult] | PassResult) -> list[str]:
     """The reasons of all changes."""
     results = [results] if isinstance(results, PassResult) else results
     return [change.reason for result in results for change in result.changes]
+
+
+def stored(gm: fx.GraphModule, policy: Policy) -> PassResult:
+    """What ``store_low`` changes when all passes run over a graph."""
+    return next(result for result in run_passes(gm, policy) if result.name == "store_low")
 
 
 def double(value: Any) -> Any:

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from mpcompile.passes import Policy, fold_casts, insert_casts, run_passes
 from mpcompile.passes.cost_model import PRESETS, CostModel, Value
 from mpcompile.passes.minimum_cut import NEVER
-from tests.helpers import call, calls, trace
+from tests.helpers import call, calls, joint, trace
 
 A, W = torch.randn(4, 4), torch.randn(4, 4)
 WEIGHTS = PRESETS["default"]
@@ -109,6 +109,43 @@ def test_inputs_views_and_casts_are_no_values() -> None:
     values = [node.name for node in gm.graph.nodes if costs.value(node) is not None]
     assert values == ["sin", "mul"]
     assert all(costs.value(node) is None for node in gm.graph.nodes if node not in calls(gm))
+
+
+class Gate(nn.Module):
+    """[N, 4] -> [N, 4]: a relu whose low copy a product reads, or not."""
+
+    def __init__(self, is_operand: bool) -> None:
+        super().__init__()
+        self.weight, self.is_operand = nn.Parameter(W.clone()), is_operand
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x[None] @ self.weight[None])[0].relu()  # a batched product, in fp32 here
+        return y @ self.weight if self.is_operand else y
+
+
+def gate(low: torch.dtype, *, is_operand: bool) -> Value | None:
+    """The costs of the value of the relu under ``accurate``."""
+    torch._dynamo.reset()
+    gm = joint(Gate(is_operand), A.clone().requires_grad_())
+    run_passes(gm, Policy(dtype=low, fp32=("op:bmm",)), (insert_casts, fold_casts))
+    return CostModel(gm.graph, low, PRESETS["accurate"], set()).value(call(gm, "relu"))
+
+
+def test_a_mask_is_read_off_the_low_form_that_is_held_anyway() -> None:
+    found = gate(torch.bfloat16, is_operand=True)
+    assert found is not None
+    # Instead of a byte held, written and read again, two are read.
+    assert (found.for_later, found.rounding_later, len(found.later)) == (-1.0, 0.0, 1)
+
+
+def test_a_mask_is_no_reason_to_hold_a_low_form() -> None:
+    found = gate(torch.bfloat16, is_operand=False)
+    assert found is None or found.for_later > 0
+
+
+def test_fp16_rounds_small_numbers_to_zero_and_has_no_signs_to_offer() -> None:
+    found = gate(torch.float16, is_operand=True)
+    assert found is None or not found.later
 
 
 def test_accurate_prices_no_rounding_at_all() -> None:

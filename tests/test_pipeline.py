@@ -38,7 +38,8 @@ def mlp() -> nn.Module:
 
 
 def test_order_of_the_passes() -> None:
-    names = "widen_gradients insert_loss_scaling keep_statistics_finite insert_casts fold_casts store_low"
+    names = """widen_gradients insert_loss_scaling keep_statistics_finite insert_casts fold_casts store_low
+    save_masks_as_bytes"""
     assert [apply.__name__ for apply in PASSES] == names.split()
 
 

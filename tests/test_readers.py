@@ -16,8 +16,10 @@ from mpcompile.passes.readers import (
     is_computed,
     is_later,
     is_moved,
+    keeps_signs,
     low_form,
     origin,
+    reads_sign,
     reads_unrounded,
 )
 from tests.helpers import call, calls, joint, trace
@@ -71,6 +73,44 @@ def test_may_see_the_low_form(reader: str, move: str) -> None:
     node = producer(lambda y: ROUNDED[reader](MOVES[move](y)))
     assert not any_unrounded(node)
     assert any_unrounded(node, set(calls(node.graph.owning_module)))  # where the plan keeps them in fp32
+
+
+SIGNS: dict[str, Callable[[Tensor], Any]] = {
+    "positive": lambda y: y > 0,
+    "not positive": lambda y: y <= 0.0,
+    "zero": lambda y: y == 0,
+    "sign": lambda y: y.sign(),
+    "sign bit": lambda y: y.signbit(),
+}
+MORE_THAN_SIGNS: dict[str, Callable[[Tensor], Any]] = {
+    "comparison with a number": lambda y: y > 0.5,
+    "comparison with a value": lambda y: y > y.detach().flip(0),
+    "function": lambda y: y.sin(),
+    "output": lambda y: y,
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("reader", SIGNS)
+def test_comparisons_with_zero_learn_nothing_but_a_sign(reader: str, move: str) -> None:
+    assert all(map(reads_sign, producer(lambda y: SIGNS[reader](MOVES[move](y))).users))
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("reader", MORE_THAN_SIGNS)
+def test_what_learns_more_than_a_sign(reader: str, move: str) -> None:
+    assert not all(map(reads_sign, producer(lambda y: MORE_THAN_SIGNS[reader](MOVES[move](y))).users))
+
+
+def test_one_reader_of_a_view_that_learns_more_is_enough() -> None:
+    node = producer(lambda y: ((moved := y.view(2, 8)) > 0, moved.sin()))
+    assert not any(map(reads_sign, node.users))
+
+
+def test_signs_survive_where_the_exponents_are_those_of_fp32() -> None:
+    smallest = torch.finfo(torch.float32).smallest_normal
+    for low in (torch.bfloat16, torch.float16):
+        assert keeps_signs(low) == bool(torch.tensor(smallest).to(low) > 0)
 
 
 @pytest.mark.parametrize("move", MOVES)

@@ -80,6 +80,15 @@ def test_random_numbers_are_never_drawn_twice() -> None:
     assert partition(lambda x: x * torch.rand_like(x), X) == ({"rand"}, set())
 
 
+def test_a_mask_that_autograd_recorded_is_computed_ahead() -> None:
+    saved, recomputed = partition(lambda x, w: F.hardtanh((x @ w).sin() @ w), X, W)
+    assert "bitwise_or" in saved
+    assert "mm_1" not in saved | recomputed
+    saved, recomputed = partition(lambda x, w: (x @ w).relu() @ w, X, W)
+    assert "relu" in saved  # a product needs it; its mask is read off it
+    assert "le" in recomputed
+
+
 def test_reductions_are_saved() -> None:
     assert partition(lambda x, w: F.layer_norm(x @ w, (4,)), X, W) == ({"getitem_1", "rsqrt", "mm"}, set())
 

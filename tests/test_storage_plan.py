@@ -11,15 +11,15 @@ import mpcompile
 from benchmarks.models import GPT
 from benchmarks.workloads import workloads
 from mpcompile.passes import PASSES, Policy, run_passes, store_low
-from mpcompile.passes.minimum_cut import energy
+from mpcompile.passes.minimum_cut import NEVER, energy
 from mpcompile.passes.readers import low_form
 from mpcompile.passes.storage_plan import EXACT, SAVED, STORED, plan_storage, storage_problem
-from tests.helpers import joint, reasons, run_flat, text
+from tests.helpers import joint, reasons, run_flat, stored, text, trace
 
 TRAINED = {workload.name: workload for workload in workloads("cpu") if workload.training}
 QUICK = ("GPT", "ResNet", "DLRM")
 PARAMS = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in TRAINED]
-BEFORE = tuple(apply for apply in PASSES if apply is not store_low)
+BEFORE = PASSES[: PASSES.index(store_low)]
 PRESETS = ("default", "accurate", "fast")
 
 
@@ -69,8 +69,29 @@ def test_every_run_plans_alike(preset: str) -> None:
     assert text(first) == text(second)
 
 
-def test_accurate_rounds_nothing_that_was_not_rounded() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+class Attended(nn.Module):
+    """A softmax that a product reads, and a stream through relus."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (self.first(x) @ x.t()).softmax(-1) @ x
+        z = (y + x).relu()
+        return self.last((z + self.second(z)).relu())
+
+
+MODELS = {
+    "relus": (lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)), 8),
+    "softmax": (Attended, 8),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_accurate_rounds_nothing_that_was_not_rounded(kind: str) -> None:
+    make, count = MODELS[kind]
+    model = make()
     graphs = []
     for _ in range(2):
         torch._dynamo.reset()
@@ -79,20 +100,33 @@ def test_accurate_rounds_nothing_that_was_not_rounded() -> None:
     generator = torch.Generator().manual_seed(0)
     fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     values = [torch.rand(tuple(v.shape), generator=generator).to(v.dtype) for v in fakes]
-    assert run_passes(gm, Policy(preset="accurate"))[-1].changed
+    assert stored(gm, Policy(preset="accurate")).changed
     run_passes(plain, Policy(preset="accurate"), BEFORE)
     pairs = list(zip(run_flat(gm, *values), run_flat(plain, *values), strict=True))
-    assert len(pairs) == 8
+    assert len(pairs) == count
     assert all(torch.equal(found, expected) for found, expected in pairs)
 
 
+def test_a_selection_counts_as_exact_only_where_it_reads_the_low_form() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        moved = (y := x.sin()).view(16)
+        return moved.sum(), moved.abs().exp(), y > 0, y @ w  # the sum reads what was not rounded, through the same view
+
+    gm = trace(fn, torch.randn(4, 4), torch.randn(4, 4))
+    run_passes(gm, Policy(), BEFORE)
+    problem = storage_problem(gm, Policy())
+    (absolute,) = (node for node in gm.graph.nodes if node.name == "abs_1")
+    (value,) = (node for node in problem.values if node.name == "sin")
+    assert [reader.name for reader in problem.values[value].sooner] == ["gt"]
+    assert problem.cost[EXACT, absolute] == NEVER
+
+
 def test_presets_store_more_and_more() -> None:
-    stored = []
-    for preset in ("accurate", "default", "fast"):
-        gm = model_graph("GPT")
-        stored.append(len(run_passes(gm, Policy(preset=preset))[-1].changes))
-    assert stored[0] <= stored[1] <= stored[2]
-    assert stored[0] < stored[2]
+    accurate, default, fast = (
+        len(stored(model_graph("GPT"), Policy(preset=preset)).changes) for preset in ("accurate", "default", "fast")
+    )
+    assert accurate <= default <= fast
+    assert accurate < fast
 
 
 class Block(nn.Module):
@@ -112,8 +146,7 @@ def test_no_decision_depends_on_a_dynamic_size(preset: str) -> None:
     for batch in (3, 700):
         torch._dynamo.reset()
         gm = joint(model, torch.randn(batch, 16), dynamic=True)
-        results = run_passes(gm, Policy(preset=preset))
-        plans.append((reasons(results[-1]), [node.name for node in gm.graph.nodes]))
+        plans.append((reasons(stored(gm, Policy(preset=preset))), [node.name for node in gm.graph.nodes]))
     assert plans[0] == plans[1]
 
 

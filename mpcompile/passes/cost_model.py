@@ -23,9 +23,11 @@ from mpcompile.passes.readers import (
     is_later,
     is_moved,
     is_narrowing,
+    keeps_signs,
     low_form,
     origin,
     readers_below,
+    reads_sign,
     reads_unrounded,
 )
 from mpcompile.passes.saved_values import elements, predict_partition, size
@@ -95,7 +97,9 @@ class Value:
     for_later: float
     """What changes in bytes, moved and held, where ``later`` read it."""
     rounding: float
-    """Price of the rounding that ``sooner`` then see."""
+    """Price of the rounding that all these readers then see."""
+    rounding_later: float
+    """Price of the rounding that ``later`` see where ``sooner`` see none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +152,24 @@ class CostModel:
             readers.later,
             for_sooner=self._bytes_of_storing(node, readers) + (saving if needed_anyway else 0.0),
             for_later=0.0 if needed_anyway else saving,
-            rounding=self._rounding(node, readers),
+            rounding=0.0 if self._see_none(may) else self._rounding(node, readers),
+            rounding_later=0.0 if self._see_none(readers.later) else self._weights.gradient,
         )
 
     def _readers(self, node: fx.Node) -> _Readers:
         wide = [user for user in node.users if not is_narrowing(user)]
         is_exact = sources(node, self._low) == []  # then even a comparison may read the low form
-        may = [user for user in wide if (is_exact and is_computed(user)) or not reads_unrounded(user, self._kept)]
+        may = [user for user in wide if (is_exact and is_computed(user)) or self._may_be_rounded(user)]
         later = [] if is_backward(node) else [user for user in may if is_later(user)]
         sooner = [user for user in may if user not in later]
         return _Readers(tuple(sooner), tuple(later), tuple(user for user in wide if user not in may))
+
+    def _may_be_rounded(self, reader: fx.Node) -> bool:
+        return not reads_unrounded(reader, self._kept) or self._see_none((reader,))
+
+    def _see_none(self, readers: Iterable[fx.Node]) -> bool:
+        """Whether a rounding changes nothing that readers see."""
+        return keeps_signs(self._low) and all(map(reads_sign, readers))
 
     def _bytes_of_storing(self, node: fx.Node, readers: _Readers) -> float:
         """What changes in bytes moved where ``sooner`` reads the low form, besides what backward reads."""
@@ -170,6 +182,8 @@ class CostModel:
         """What changes in bytes, moved and held, where all that backward reads of a value is its low form."""
         low = low_form(node)
         low_is_held = low is not None and low in self._partition.saved
+        if node not in self._partition.saved | self._partition.recomputed:
+            return self._bytes_instead_of_masks(node, readers.later)
         wide_is_held = any(map(is_later, readers.must))
         if node not in self._partition.saved and (low_is_held or wide_is_held):
             # Backward computes it anew, from something else that is read and held.
@@ -178,6 +192,14 @@ class CostModel:
         is_written = node in self._partition.saved and not self._crossings(node, readers.sooner + readers.must)
         narrowed = 0 if low else _LOW
         return self._weights.held * held + narrowed - (_WIDE if is_written else 0) - (_WIDE - _LOW)
+
+    def _bytes_instead_of_masks(self, node: fx.Node, later: tuple[fx.Node, ...]) -> float:
+        """What changes where backward computes from the low form what forward makes of a value and saves: masks."""
+        low = low_form(node)
+        made = {below for reader in later for below in readers_below(reader)} & self._partition.saved
+        masks = sum(map(size, made)) / elements(node)
+        held = (0 if low in self._partition.saved else _LOW) - masks
+        return self._weights.held * held + (0 if low else _LOW) + _LOW - 2 * masks
 
     def _held_for(self, node: fx.Node) -> float:
         """Bytes per element that are held for a value: its own, or those of what it alone is computed from anew."""

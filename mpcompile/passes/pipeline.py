@@ -9,6 +9,7 @@ from torch import fx
 from mpcompile.passes.casts import fold_casts, insert_casts
 from mpcompile.passes.compute_plan import require_matches
 from mpcompile.passes.graph import is_cast, is_partial_view, is_tuple_view, is_view, subgraphs
+from mpcompile.passes.mask_bytes import save_masks_as_bytes
 from mpcompile.passes.policy import Policy
 from mpcompile.passes.result import PassResult
 from mpcompile.passes.scaling import insert_loss_scaling
@@ -32,8 +33,10 @@ PASSES: tuple[Pass, ...] = (
     insert_casts,
     # Before storing: a cast that folds away leaves no low copy.
     fold_casts,
-    # Last: only what is still narrowed is worth storing low once.
+    # Only what is still narrowed is worth storing low once.
     store_low,
+    # Last: a mask that is read off a low form is not saved at all.
+    save_masks_as_bytes,
 )
 
 _DECIDE = (insert_casts, fold_casts, store_low)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 
 from mpcompile.passes.graph import (
@@ -21,6 +22,9 @@ from mpcompile.passes.graph import (
     tensor,
 )
 from mpcompile.passes.op_classes import RANKING_OPS, STATISTICS, OpClass, classify
+
+_SIGNS = frozenset("sign sgn signbit".split())
+_COMPARISONS = frozenset("eq ne lt le gt ge".split())
 
 
 def is_moved(node: fx.Node) -> bool:
@@ -75,6 +79,24 @@ def reads_unrounded(reader: fx.Node, kept: set[fx.Node]) -> bool:
     name = packet_name(reader.target)
     takes_as_traced = classify(reader.target) in (OpClass.LOW, OpClass.OPAQUE)
     return takes_as_traced or name in RANKING_OPS or name in STATISTICS or reader in kept
+
+
+def reads_sign(reader: fx.Node) -> bool:
+    """Whether all that a reader learns of a value, itself or through views, is how it compares with zero."""
+    return all(map(_is_sign, readers_below(reader))) and is_computed(reader)
+
+
+def keeps_signs(low: torch.dtype) -> bool:
+    """Whether a value compares with zero as its low form does: where the low type has fp32's range of exponents.
+
+    What is below its normal numbers, 2^-126, may be rounded to zero; many kernels take it for zero in fp32 as well.
+    """
+    return torch.finfo(low).smallest_normal == torch.finfo(torch.float32).smallest_normal
+
+
+def _is_sign(node: fx.Node) -> bool:
+    name = packet_name(node.target)
+    return name in _SIGNS or (name in _COMPARISONS and bool(node.args[1] == 0))
 
 
 def accumulates(reader: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from mpcompile.passes.cost_model import PRESETS, CostModel, Value
 from mpcompile.passes.exactness import sources
 from mpcompile.passes.minimum_cut import NEVER, minimise
 from mpcompile.passes.policy import Policy
+from mpcompile.passes.readers import readers_below
 
 STORED, SAVED, EXACT = "stored", "saved", "exact"
 
@@ -51,15 +52,14 @@ def plan_storage(gm: fx.GraphModule, policy: Policy) -> dict[Value, str]:
 def storage_problem(gm: fx.GraphModule, policy: Policy) -> Problem:
     """Weigh every value of a graph."""
     kept = {node for node, decision in plan_compute(gm, policy).items() if decision.precision == "fp32"}
-    weights = PRESETS[policy.preset]
-    model = CostModel(gm.graph, policy.dtype, weights, kept)
+    model = CostModel(gm.graph, policy.dtype, PRESETS[policy.preset], kept)
     found = ((node, model.value(node)) for node in gm.graph.nodes)
     values = {node: value for node, value in found if value is not None}
     problem = Problem(values, {}, [])
     for node, value in values.items():
         stored, saved, exact = (STORED, node), (SAVED, node), (EXACT, node)
         below = sources(node, policy.dtype)
-        is_selection = below is not None and all(source in values for source in below)
+        is_selection = below is not None and all(_reads(node, values.get(source)) for source in below)
         problem.cost[stored] = value.for_sooner
         problem.cost[saved] = value.for_later
         problem.cost[exact] = 0.0 if is_selection else NEVER
@@ -67,8 +67,13 @@ def storage_problem(gm: fx.GraphModule, policy: Policy) -> Problem:
             [
                 (stored, saved, NEVER),
                 (stored, exact, value.rounding),
-                (saved, exact if is_selection else stored, weights.gradient),
+                (saved, exact if is_selection else stored, value.rounding_later),
                 *((exact, (STORED, source), NEVER) for source in (below or ()) if is_selection),
             ]
         )
     return problem
+
+
+def _reads(node: fx.Node, source: Value | None) -> bool:
+    """Whether ``node`` reads the low form of ``source`` where that is stored so."""
+    return source is not None and any(node in readers_below(reader) for reader in (*source.sooner, *source.later))

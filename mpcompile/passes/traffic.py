@@ -29,16 +29,16 @@ def bytes_moved(graph: fx.Graph) -> int:
     Dynamic dimensions count as 64. An estimate that ranks variants of one graph: kernels may fuse more, or less.
     """
     stage = stages(graph)
-    anew = predict_partition(graph, stage).recomputed
-    kernel = {node: (stage[node], is_backward(node)) if fuses(node) else node for node in graph.nodes}
+    partition = predict_partition(graph, stage)
+    later = {node for node in graph.nodes if is_backward(node) and node not in partition.forward}
+    kernel = {node: (stage[node], node in later) if fuses(node) else node for node in graph.nodes}
     read: dict[tuple[fx.Node, Any], int] = {}
     written: set[fx.Node] = set()
     for node in graph.nodes:
         if is_moved(node):
             continue  # its readers count
-        in_backward = is_backward(node)
         for operand in node.all_input_nodes:
-            for source in _in_memory(operand, anew if in_backward else set()):
+            for source in _in_memory(operand, partition.recomputed if node in later else set()):
                 value = origin(source)
                 if kernel[value] == kernel[node]:
                     continue
