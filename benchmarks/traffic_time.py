@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CodeCacheFuture
 
@@ -33,8 +33,12 @@ from mpcompile.joint_pass import emulates
 from mpcompile.measurement import interleaved
 from mpcompile.passes import Policy
 from mpcompile.passes.emulation import emulate_low_products
+from mpcompile.passes.saved_values import predict_partition, size
 from mpcompile.passes.traffic import bytes_moved
 
+_BOOLEAN = 100
+"""Bytes that a Boolean counts as where it is stored for backward on a CPU: that takes over 20 ns
+(``python -m benchmarks.masks``), in which a kernel moves more than that."""
 _TIE = 0.1
 """Kernels whose times differ by less than this share are of one rank: repeated runs differ by as much."""
 _ALIKE = 0.05
@@ -47,7 +51,7 @@ class Timed:
     """One step of a variant."""
 
     predicted: int
-    """Bytes moved."""
+    """Bytes moved, and for every Boolean that is saved what its time is worth in bytes."""
     step: float
     """Median seconds of the whole step."""
     kernels: float
@@ -112,7 +116,12 @@ def _predict(model: nn.Module, inputs: tuple[Tensor, ...], variant: str) -> int:
         for graph in graphs:
             emulate_low_products(graph, Policy())
             graph.graph.eliminate_dead_code()
-    return sum(bytes_moved(graph.graph) for graph in graphs)
+    return sum(bytes_moved(graph.graph) + (_BOOLEAN - 1) * _saved_booleans(graph.graph) for graph in graphs)
+
+
+def _saved_booleans(graph: fx.Graph) -> int:
+    saved = predict_partition(graph).saved
+    return sum(size(node) for node in saved if node.op == "call_function" and node.meta["val"].dtype is torch.bool)
 
 
 def ranking(variants: dict[str, Timed]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:

@@ -34,7 +34,8 @@ def save_masks_as_bytes(gm: fx.GraphModule, policy: Policy) -> PassResult:
     changes = []
     for mask in masks:
         if partition is not None and mask in partition.saved:
-            readers = [user for user in mask.users if user not in partition.forward]
+            # What backward computes anew reads the saved form too, or the mask would be saved as it is for that.
+            readers = [user for user in mask.users if user in partition.recomputed or user not in partition.forward]
             again = _through_bytes(mask)
             for reader in readers:
                 reader.replace_input_with(mask, again)
