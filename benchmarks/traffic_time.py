@@ -112,11 +112,14 @@ def _step(compiled: nn.Module, inputs: tuple[Tensor, ...], watch: _Stopwatch, ke
 def _predict(model: nn.Module, inputs: tuple[Tensor, ...], variant: str) -> int:
     report = mpcompile.explain(model, *inputs, options=options_of(variant))
     graphs = [after for _, after in report.modules]
+    booleans = sum(
+        _saved_booleans(graph.graph) for graph in graphs
+    )  # before partitioning, as products are widened after
     if variant != "fp32" and emulates(Policy(), inputs):
         for graph in graphs:
             emulate_low_products(graph, Policy())
             graph.graph.eliminate_dead_code()
-    return sum(bytes_moved(graph.graph) + (_BOOLEAN - 1) * _saved_booleans(graph.graph) for graph in graphs)
+    return sum(bytes_moved(graph.graph) for graph in graphs) + (_BOOLEAN - 1) * booleans
 
 
 def _saved_booleans(graph: fx.Graph) -> int:
