@@ -123,10 +123,10 @@ class Gate(nn.Module):
         return y @ self.weight if self.is_operand else y
 
 
-def gate(low: torch.dtype, *, is_operand: bool) -> Value | None:
+def gate(low: torch.dtype, *, is_operand: bool, rows: int = 4) -> Value | None:
     """The costs of the value of the relu under ``accurate``."""
     torch._dynamo.reset()
-    gm = joint(Gate(is_operand), A.clone().requires_grad_())
+    gm = joint(Gate(is_operand), torch.randn(rows, 4, requires_grad=True))
     run_passes(gm, Policy(dtype=low, fp32=("op:bmm",)), (insert_casts, fold_casts))
     return CostModel(gm.graph, low, PRESETS["accurate"], set()).value(call(gm, "relu"))
 
@@ -140,12 +140,17 @@ def test_a_mask_is_read_off_the_low_form_that_is_held_anyway() -> None:
 
 def test_a_mask_is_no_reason_to_hold_a_low_form() -> None:
     found = gate(torch.bfloat16, is_operand=False)
-    assert found is None or found.for_later > 0
+    assert found is not None
+    # Two bytes held, written and read, instead of one.
+    assert (found.for_later, found.rounding_later, len(found.later)) == (3.0, 0.0, 1)
 
 
 def test_fp16_rounds_small_numbers_to_zero_and_has_no_signs_to_offer() -> None:
-    found = gate(torch.float16, is_operand=True)
-    assert found is None or not found.later
+    assert gate(torch.float16, is_operand=True) is None
+
+
+def test_of_a_value_without_elements_there_is_nothing_to_decide() -> None:
+    assert gate(torch.bfloat16, is_operand=True, rows=0) is None
 
 
 def test_accurate_prices_no_rounding_at_all() -> None:

@@ -22,12 +22,12 @@ PARAMS = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) 
 OPTIONS = {"dtype": "bf16", "compiler": "aot_eager"}
 
 
-def predicted_to_real(name: str) -> float:
+def predicted_to_real(name: str, policy: str = "default") -> float:
     """Bytes predicted for a workload, over the bytes that its compiled model keeps."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, inputs = TRAINED[name].model(), TRAINED[name].inputs()
-    compiled = torch.compile(model, backend="mixprec", options=OPTIONS)
+    compiled = torch.compile(model, backend="mixprec", options={**OPTIONS, "policy": policy})
     real = bytes_saved(compiled, inputs)
     (report,) = mpcompile.reports(compiled)
     return bytes_predicted(report.modules[0][1].graph) / real
@@ -36,6 +36,11 @@ def predicted_to_real(name: str) -> float:
 @pytest.mark.parametrize("name", PARAMS)
 def test_predicted_bytes_are_those_of_the_partitioner(name: str) -> None:
     assert 0.95 < predicted_to_real(name) < 1.05
+
+
+@pytest.mark.parametrize("name", ["ResNet", "DLRM"])
+def test_predicted_bytes_where_masks_are_saved(name: str) -> None:
+    assert 0.95 < predicted_to_real(name, "accurate") < 1.05
 
 
 @pytest.mark.slow

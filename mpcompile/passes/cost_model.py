@@ -130,13 +130,13 @@ class CostModel:
         """What there is to decide about a node; None where it has no form but the one it has.
 
         Left alone: what is no fp32 value of the graph's own (inputs and parameters are in memory in fp32 whatever
-        happens), what depends on no floating-point input (positions), what is read by more elements than it has
-        (statistics, biases), and what may hold a number beyond the low type's range. In fp16 also what no product
-        reads, unless it is a selection of such values: nothing says that it fits into fp16's range.
+        happens), what has no elements, what depends on no floating-point input (positions), what is read by more
+        elements than it has (statistics, biases), and what may hold a number beyond the low type's range. In fp16 also
+        what no product reads, unless it is a selection of such values: nothing says that it fits into fp16's range.
         """
         if dtype_of(node) is not torch.float32 or is_moved(node) or is_cast(node):
             return None
-        if node.op != "call_function" or node not in self._varying or node in self._beyond:
+        if node.op != "call_function" or node not in self._varying or node in self._beyond or not elements(node):
             return None
         if self._low is torch.float16 and not low_form(node) and sources(node, self._low) != []:
             return None

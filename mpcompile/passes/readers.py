@@ -96,7 +96,7 @@ def keeps_signs(low: torch.dtype) -> bool:
 
 def _is_sign(node: fx.Node) -> bool:
     name = packet_name(node.target)
-    return name in _SIGNS or (name in _COMPARISONS and bool(node.args[1] == 0))
+    return name in _SIGNS or (name in _COMPARISONS and node.args[1:] == (0,))
 
 
 def accumulates(reader: fx.Node) -> bool:
