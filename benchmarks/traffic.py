@@ -36,8 +36,8 @@ _TIE = 0.03
 class Traffic:
     """Of one step, forward and backward."""
 
-    predicted: int
-    """Bytes."""
+    predicted: float
+    """Bytes, or seconds."""
     found: float
     """Bytes that were counted, or seconds that were measured."""
 

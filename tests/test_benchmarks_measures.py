@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import masks
 from benchmarks.accuracy import make, measure_errors, result_of, without_dropout
 from benchmarks.casts import count_casts
 from benchmarks.gemm_limit import collect
@@ -225,13 +224,3 @@ def eager_or_mixprec(name: str) -> Any:
         return eager
     options = {"dtype": "bf16", "compiler": "aot_eager"}
     return lambda model, _: torch.compile(model, backend="mixprec", options=options)
-
-
-def test_masks_are_the_same_however_they_are_stored() -> None:
-    x, gradient = torch.randn(5, 7), torch.randn(5, 7)
-    (y, mask), (same, integers) = masks.stored_as_booleans(x), masks.stored_as_integers(x)
-    assert (mask.dtype, integers.dtype) == (torch.bool, torch.uint8)
-    assert torch.equal(y, same)
-    read = masks.read_as_integers(integers, gradient)
-    assert torch.equal(read, masks.read_as_booleans(mask, gradient))
-    assert torch.equal(read != 0, x > 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -32,22 +32,52 @@ def bytes_moved(graph: fx.Graph) -> int:
     partition = predict_partition(graph, stage)
     later = {node for node in graph.nodes if is_backward(node) and node not in partition.forward}
     kernel = {node: (stage[node], node in later) if fuses(node) else node for node in graph.nodes}
+    anew = {node: partition.recomputed for node in later}
+    return sum(moved for _, moved in _moves(graph, kernel, anew))
+
+
+def bytes_moved_by_fused(graph: fx.Graph) -> int:
+    """Bytes that the fused kernels of a graph read and write which is compiled by itself: forward, or backward.
+
+    What products and other operations that are kernels of their own read and write is left out.
+    """
+    stage = stages(graph)
+    kernel = {node: stage[node] if fuses(node) else node for node in graph.nodes}
+    return sum(moved for by, moved in _moves(graph, kernel, {}) if not isinstance(by, fx.Node))
+
+
+def _moves(
+    graph: fx.Graph, kernel: Mapping[fx.Node, Any], anew: Mapping[fx.Node, set[fx.Node]]
+) -> Iterator[tuple[Any, int]]:
+    """Every kernel that reads or writes memory, and how many bytes.
+
+    ``anew``: by reader, the values that are not in memory for it, being computed in its kernel.
+    """
     read: dict[tuple[fx.Node, Any], int] = {}
     written: set[fx.Node] = set()
+    for node, source in _operands(graph, anew):
+        value = origin(source)
+        if kernel[value] == kernel[node]:
+            continue
+        if value.op == "call_function":
+            written.add(value)
+        if node.op != "output":
+            place = (value, kernel[node])
+            read[place] = max(read.get(place, 0), _read_by(node, source, value))
+    for (_, by), moved in read.items():
+        yield by, moved
+    for value in written:
+        if packet_name(value.target) not in _SCATTERS:
+            yield kernel[value], size(value)
+
+
+def _operands(graph: fx.Graph, anew: Mapping[fx.Node, set[fx.Node]]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Every node but views, whose readers count, and each value that it reads."""
     for node in graph.nodes:
-        if is_moved(node):
-            continue  # its readers count
-        for operand in node.all_input_nodes:
-            for source in _in_memory(operand, partition.recomputed if node in later else set()):
-                value = origin(source)
-                if kernel[value] == kernel[node]:
-                    continue
-                if value.op == "call_function":
-                    written.add(value)
-                if node.op != "output":
-                    place = (value, kernel[node])
-                    read[place] = max(read.get(place, 0), _read_by(node, source, value))
-    return sum(read.values()) + sum(size(node) for node in written if packet_name(node.target) not in _SCATTERS)
+        if not is_moved(node):
+            for operand in node.all_input_nodes:
+                for source in _in_memory(operand, anew.get(node, set())):
+                    yield node, source
 
 
 def _read_by(reader: fx.Node, source: fx.Node, value: fx.Node) -> int:
