@@ -68,7 +68,7 @@ def read_as_integers(mask: Tensor, gradient: Tensor) -> Tensor:
 
 
 def nanoseconds(rounds: int = _ROUNDS) -> dict[str, float]:
-    """Median nanoseconds per element, of one thread, by the name of each of the functions above."""
+    """Median nanoseconds per element, by the name of each of the functions above."""
     x, gradient = torch.randn(_SHAPE), torch.randn(_SHAPE)
     mask = x <= 0
     work: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
@@ -110,9 +110,9 @@ class Costs:
     """On the same with a mask that is saved as 8-bit integers."""
 
     @classmethod
-    def measure(cls, rounds: int = _ROUNDS) -> Costs:
+    def measure(cls) -> Costs:
         """Measure them."""
-        return cls.of(nanoseconds(rounds))
+        return cls.of(nanoseconds())
 
     @classmethod
     def of(cls, took: dict[str, float]) -> Costs:

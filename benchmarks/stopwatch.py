@@ -19,7 +19,10 @@ class Stopwatch:
         self.seconds = 0.0
 
     def on_new_kernels(self) -> contextlib.AbstractContextManager[Any]:
-        """Time the kernels that are loaded meanwhile, whenever they run."""
+        """Time the kernels that are loaded meanwhile, whenever they run.
+
+        Relies on: Inductor loads every C++ kernel by ``AsyncCompile.cpp_pybinding``, at once or as a future.
+        """
         load = AsyncCompile.cpp_pybinding
 
         def loaded(compiler: AsyncCompile, *arguments: Any) -> Callable[..., None]:
