@@ -158,7 +158,7 @@ def main() -> None:
         table.add_row(name.replace("_", " "), f"{took:.2f}")
     console = Console()
     console.print(table)
-    console.print(Costs.of(found))
+    console.print(str(Costs.of(found)))
 
 
 if __name__ == "__main__":
